@@ -1,0 +1,342 @@
+"""What a run is: one flat, validated config with one grammar for TOML files and the command line.
+
+    python train.py configs/rope.toml configs/my_changes.toml --position learned --learning_rate=3e-4 --no_bias
+
+Files and command line are merged as dictionaries (later wins) and validated once, so that both get the same errors: two
+lines and exit code 2. Imports neither torch nor any module of this project.
+"""
+import difflib
+import json
+import re
+import sys
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Auto = Literal["auto"]
+
+# The parameters each rope scaling takes beside the factor, as in Hugging Face's `rope_parameters`; rope.SCALINGS has
+# the functions, and a test holds the two equal.
+SCALING_PARAMETERS = {
+    "none": (),
+    "linear": (),
+    "ntk": (),
+    "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+}
+
+# Keys that may differ when a run is continued: they change what is written or when it stops, never what is computed.
+NEUTRAL = ("out_dir", "overwrite", "log_interval", "checkpoint_interval", "stop_at", "wandb", "wandb_project")
+
+
+class UserError(Exception):
+    """Bad input: what is wrong in one line, and in a second what is allowed or what to do."""
+
+    def __init__(self, problem, advice):
+        super().__init__(problem, advice)
+        self.problem, self.advice = problem, advice
+
+    def __str__(self):
+        return f"error: {self.problem}\n       {self.advice}"
+
+
+class Options(BaseModel):
+    """The base of everything that is read from files and command lines."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class Config(Options):
+    # ---- text
+    dataset: str = Field("stdlib", min_length=1)
+    """A name data/prepare.py knows (stdlib, shakespeare, enwik8, ...) or the path of a UTF-8 text file or folder."""
+    tokenizer: str = Field("bpe", min_length=1)
+    """char, byte, bpe (trained on the training split) or the name of a tiktoken encoding such as gpt2."""
+    vocab_size: int = Field(1024, ge=257, le=1_000_000)
+    """Size of the vocabulary that tokenizer = "bpe" trains; the other tokenizers bring their own."""
+
+    # ---- model
+    n_layer: int = Field(4, ge=1)
+    """Number of transformer blocks."""
+    n_head: int = Field(4, ge=1)
+    """Attention heads in each block."""
+    n_embd: int = Field(128, ge=1)
+    """Width of the residual stream."""
+    block_size: int = Field(256, ge=4)
+    """Tokens in a training window: the training length."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of activations dropped in training."""
+    bias: bool = False
+    """Biases in linear layers and layer norms."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalization before attention and MLP."""
+    activation: Literal["gelu", "relu2", "swiglu"] = "relu2"
+    """Nonlinearity of the MLP; relu2 is the square of relu."""
+    qk_norm: bool = True
+    """Normalize each head's queries and keys before they are rotated."""
+    tied: bool = True
+    """One matrix for token embeddings and output logits."""
+
+    # ---- position
+    position: Literal["none", "learned", "sinusoidal", "rope"] = "rope"
+    """How the model learns where a token stands."""
+    rope_base: float = Field(10000.0, gt=1)
+    """rope: the slowest plane turns once in 2 pi base positions."""
+    rope_fraction: float = Field(1.0, gt=0, le=1)
+    """rope: share of each head's dimensions that is rotated; the rest carries no position."""
+    rope_scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
+    """rope: how the planes are slowed for windows longer than rope_original_context."""
+    rope_factor: Auto | float = Field("auto", ge=1)
+    """rope: the stretch, or auto = max(1, evaluated length / rope_original_context)."""
+    rope_original_context: int | None = Field(None, ge=1)
+    """rope: the training length that scalings refer to; block_size unless given."""
+    beta_fast: float | None = Field(None, gt=0)
+    """yarn: planes that turn more often than this within the original context stay as they are (32 unless given)."""
+    beta_slow: float | None = Field(None, gt=0)
+    """yarn: planes that turn less often than this are stretched by the whole factor (1 unless given)."""
+    attention_factor: float | None = Field(None, gt=0)
+    """yarn: multiplies queries and keys; 0.1 ln(factor) + 1 unless given."""
+
+    # ---- training
+    optimizer: Literal["adamw", "muon"] = "muon"
+    """adamw for everything, or muon for the matrices of the blocks and adamw for the rest."""
+    batch_size: int = Field(16, ge=1)
+    """Windows in a micro-batch."""
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    """Micro-batches in an iteration."""
+    max_iters: int = Field(600, ge=1)
+    """Iterations in the run."""
+    learning_rate: float = Field(3e-3, gt=0)
+    """Highest learning rate of adamw."""
+    muon_learning_rate: float = Field(0.02, gt=0)
+    """Highest learning rate of muon; it follows the same schedule."""
+    min_lr: float = Field(0.0, ge=0)
+    """Where learning_rate ends."""
+    lr_decay: Literal["cosine", "linear"] = "linear"
+    """Shape of the decay to min_lr."""
+    decay_fraction: float = Field(1.0, gt=0, le=1)
+    """Last share of the run over which the learning rate decays; 1 = from the end of the warm-up."""
+    warmup_iters: int = Field(20, ge=0)
+    """Iterations over which the learning rate rises."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Weight decay of matrices; vectors and position parameters get none."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """First moment's decay in adamw."""
+    beta2: float = Field(0.99, ge=0, lt=1)
+    """Second moment's decay in adamw."""
+    grad_clip: float = Field(1.0, ge=0)
+    """Largest norm of the gradient; 0 = no clipping."""
+    seed: int = Field(1337, ge=0, lt=2**31)
+    """Seeds initial weights, batches, dropout, each from a generator of its own."""
+    target_val_loss: float | None = Field(None, gt=0)
+    """Stop at the first evaluation whose loss over the whole validation split is at most this."""
+    stop_at: int | None = Field(None, ge=0)
+    """Stop after this iteration, saved, to be continued later."""
+
+    # ---- evaluation
+    eval_interval: int = Field(100, ge=1)
+    """Iterations between evaluations."""
+    eval_windows: int = Field(64, ge=2)
+    """Fixed validation windows for each of them; the last evaluation takes the whole split."""
+    log_interval: int = Field(10, ge=1)
+    """Iterations between lines of the log."""
+    checkpoint_interval: int = Field(100, ge=1)
+    """Iterations between writings of last.pt."""
+    length_interval: int = Field(0, ge=0)
+    """Iterations between length curves; 0 = at the end only."""
+    length_windows: int = Field(128, ge=2)
+    """Windows behind every point of a length curve."""
+
+    # ---- machine
+    device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
+    """auto, cpu, cuda, cuda:N or mps."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of training (autocast); evaluation is always in float32."""
+    compile: Auto | bool = "auto"
+    """Compile the blocks with torch.compile; auto = on CUDA, and on CPUs for runs long enough to gain from it."""
+    threads: int = Field(0, ge=0)
+    """CPU threads; 0 = all cores."""
+
+    # ---- results
+    out_dir: str | None = Field(None, min_length=1)
+    """The run's folder; out/<config's name>[-key=value ...]-<seed> unless given."""
+    overwrite: bool = Field(False, exclude=True)
+    """Delete the run in out_dir first."""
+    wandb: Literal["offline", "online", "disabled"] = "offline"
+    """offline keeps everything on this machine."""
+    wandb_project: str = Field("positions", min_length=1)
+    """Project in wandb."""
+
+    @model_validator(mode="after")
+    def consistent(self):
+        """Refuse what each key alone cannot show to be wrong."""
+        if self.n_embd % self.n_head:
+            raise contradiction(self, "n_embd", f"must be divisible by n_head = {self.n_head}")
+        if self.position == "rope":
+            if self.head_dim % 2:
+                raise contradiction(self, "n_embd", f"gives heads of {self.head_dim}, and rope turns pairs of dimensions")
+            if self.rope_dim % 2 or self.rope_dim == 0:
+                raise contradiction(self, "rope_fraction",
+                                    f"rotates {self.rope_dim} of {self.head_dim} dimensions; it must be an even number above 0")
+            if self.rope_scaling == "ntk" and self.rope_dim < 4:
+                raise contradiction(self, "rope_scaling", f"divides by rotary dimension - 2, and that is {self.rope_dim}")
+        elif self.rope_scaling != "none":
+            raise contradiction(self, "rope_scaling", f'needs position = "rope", and it is "{self.position}"')
+        if self.position == "sinusoidal" and self.n_embd % 2:
+            raise contradiction(self, "n_embd", "must be even for sinusoidal positions: sines and cosines come in pairs")
+        if self.rope_scaling == "none" and self.rope_factor not in ("auto", 1):
+            raise contradiction(self, "rope_factor", "needs a rope_scaling: linear, ntk or yarn")
+        taken = SCALING_PARAMETERS[self.rope_scaling]
+        for name in sorted(set().union(*SCALING_PARAMETERS.values()) - set(taken)):
+            if getattr(self, name) is not None:
+                takers = ", ".join(s for s, p in SCALING_PARAMETERS.items() if name in p)
+                raise contradiction(self, name, f"is a parameter of rope_scaling = {takers}; here it is {self.rope_scaling}")
+        if (self.beta_fast or 32) <= (self.beta_slow or 1):
+            raise contradiction(self, "beta_fast", f"must be above beta_slow = {self.beta_slow or 1}")
+        if self.warmup_iters >= self.max_iters:
+            raise contradiction(self, "warmup_iters", f"must be below max_iters = {self.max_iters}")
+        if self.min_lr > self.learning_rate:
+            raise contradiction(self, "min_lr", f"must be at most learning_rate = {self.learning_rate}")
+        return self
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+    @property
+    def rope_dim(self):
+        """Rotated dimensions of each head."""
+        return round(self.rope_fraction * self.head_dim)
+
+    @property
+    def original_context(self):
+        """The training length that rope scalings refer to."""
+        return self.rope_original_context or self.block_size
+
+    def toml(self):
+        """The effective config as text that `read` reads again; keys without a value are left out."""
+        return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
+                       for key, value in self.model_dump(exclude_none=True).items())
+
+
+def contradiction(config, key, why):
+    return UserError(f"{key} = {getattr(config, key)}", f"{why}")
+
+
+def nearest(word, words):
+    """-> ' did you mean X?' or all words, for the second line of an error."""
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(words)}"
+
+
+def allowed(field):
+    """What a pydantic field accepts, in words: 'a number >= 1 or auto'."""
+    def words(kind):
+        if typing.get_origin(kind) is Literal:
+            return list(typing.get_args(kind))
+        if typing.get_origin(kind) in (typing.Union, types.UnionType):
+            return [w for k in typing.get_args(kind) if k is not type(None) for w in words(k)]
+        return [{bool: "true or false", int: "an integer", float: "a number", str: "text"}.get(kind, "text")]
+
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "of length >=", "pattern": "like"}
+    limits = [f"{sign} {getattr(part, name)}" for part in field.metadata for name, sign in signs.items()
+              if getattr(part, name, None) is not None]
+    return " or ".join(words(field.annotation)) + " ".join([""] + limits)
+
+
+def parse(argv, model):
+    """Split a command line by the keys of `model`: -> (positional words, {key: value as text})."""
+    words, values, i = [], {}, 0
+    while i < len(argv):
+        word, i = argv[i], i + 1
+        if not word.startswith("--"):
+            words.append(word)
+            continue
+        key, equals, value = word[2:].partition("=")
+        key = key.replace("-", "_")
+        field = model.model_fields.get(key)
+        if field is None and key.startswith("no_") and key[3:] in model.model_fields and not equals:
+            key, value = key[3:], "false"
+        elif field is None:
+            raise UserError(f"--{key}: no such key", nearest(key, list(model.model_fields)))
+        elif not equals:
+            following = argv[i] if i < len(argv) and not argv[i].startswith("--") else None
+            if bool in (field.annotation, *typing.get_args(field.annotation)):
+                # A flag takes the next word only if that is a value, so that files may follow it.
+                value = following if following in ("true", "false", *typing.get_args(Auto)) else None
+                i, value = (i + 1, value) if value else (i, "true")
+            elif following is None:
+                raise UserError(f"--{key}: no value", f"allowed: {allowed(field)}")
+            else:
+                i, value = i + 1, following
+        values[key] = value
+    return words, values
+
+
+def build(model, values):
+    """Validate a dictionary into `model`; the first thing wrong is a UserError."""
+    for key in values:
+        if key not in model.model_fields:
+            raise UserError(f"{key} = {values[key]}: no such key", nearest(key, list(model.model_fields)))
+    try:
+        return model(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = first["loc"][0] if first["loc"] else "config"
+        if first["type"] == "missing":
+            raise UserError(f"{key}: missing", f"allowed: {allowed(model.model_fields[key])}") from None
+        advice = f"allowed: {allowed(model.model_fields[key])}"
+        if first["type"] == "literal_error" and isinstance(first["input"], str):
+            options = [w for w in allowed(model.model_fields[key]).split(" or ")]
+            close = difflib.get_close_matches(first["input"], options, n=1)
+            advice = f"did you mean {close[0]}? {advice}" if close else advice
+        raise UserError(f"{key} = {values.get(key)}", advice) from None
+
+
+def read_toml(path):
+    try:
+        return tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
+    except FileNotFoundError:
+        near = [str(p) for p in sorted(Path(path).parent.glob("*.toml"))] if Path(path).parent.is_dir() else []
+        raise UserError(f"{path}: no such config file", nearest(str(path), near) if near else "give the path of a TOML file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path}: not a readable TOML file", f"{error}") from None
+
+
+def load(argv):
+    """Config files and command line -> Config, with out_dir filled in."""
+    files, changes = parse(argv, Config)
+    values = {}
+    for file in files:
+        values |= read_toml(file)
+    config = build(Config, values | changes)
+    if config.out_dir is None:
+        name = "+".join(Path(f).stem for f in files) or config.position
+        shown = {k: v for k, v in changes.items() if k not in (*NEUTRAL, "seed")}
+        name += "".join(f"-{k}={Path(v).name if k == 'dataset' else v}" for k, v in sorted(shown.items()))
+        folder = re.sub(r"[^\w.=+-]", "_", f"{name}-{config.seed}")
+        config = config.model_copy(update={"out_dir": f"out/{folder}"})
+    return config
+
+
+def usage(model, line):
+    """The help text: a usage line and every key with what it accepts, its default and its docstring."""
+    rows = [f"usage: {line}\n"]
+    for key, field in model.model_fields.items():
+        default = "" if field.is_required() or field.default is None else f", default {field.default}"
+        rows.append(f"  --{key}  ({allowed(field)}{default})\n      {(field.description or '').strip()}")
+    return "\n".join(rows)
+
+
+def command(main):
+    """Run a program's main(argv) as a process: bad input is two lines and exit code 2, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a console that cannot print a character must not end a run
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
