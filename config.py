@@ -13,7 +13,7 @@ import tomllib
 import types
 import typing
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -79,6 +79,8 @@ class Config(Options):
     """Normalize each head's queries and keys before they are rotated."""
     tied: bool = True
     """One matrix for token embeddings and output logits."""
+    embedding_std: float = Field(0.02, gt=0)
+    """Initial standard deviation of token embeddings and of positions added to them."""
 
     # ---- position
     position: Literal["none", "learned", "sinusoidal", "rope"] = "rope"
@@ -89,7 +91,7 @@ class Config(Options):
     """rope: share of each head's dimensions that is rotated; the rest carries no position."""
     rope_scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
     """rope: how the planes are slowed for windows longer than rope_original_context."""
-    rope_factor: Auto | float = Field("auto", ge=1)
+    rope_factor: Auto | Annotated[float, Field(ge=1)] = "auto"
     """rope: the stretch, or auto = max(1, evaluated length / rope_original_context)."""
     rope_original_context: int | None = Field(None, ge=1)
     """rope: the training length that scalings refer to; block_size unless given."""
@@ -153,7 +155,7 @@ class Config(Options):
     # ---- machine
     device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     """auto, cpu, cuda, cuda:N or mps."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of training (autocast); evaluation is always in float32."""
     compile: Auto | bool = "auto"
     """Compile the blocks with torch.compile; auto = on CUDA, and on CPUs for runs long enough to gain from it."""
@@ -233,18 +235,22 @@ def nearest(word, words):
 
 
 def allowed(field):
-    """What a pydantic field accepts, in words: 'a number >= 1 or auto'."""
-    def words(kind):
+    """What a pydantic field accepts, in words: 'auto or a number >= 1'."""
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "pattern": "like"}
+
+    def words(kind, limits):
         if typing.get_origin(kind) is Literal:
             return list(typing.get_args(kind))
+        if typing.get_origin(kind) is Annotated:
+            inner, constraint = typing.get_args(kind)
+            return words(inner, constraint.metadata)
         if typing.get_origin(kind) in (typing.Union, types.UnionType):
-            return [w for k in typing.get_args(kind) if k is not type(None) for w in words(k)]
-        return [{bool: "true or false", int: "an integer", float: "a number", str: "text"}.get(kind, "text")]
+            return [w for k in typing.get_args(kind) if k is not type(None) for w in words(k, limits)]
+        name = {bool: "true or false", int: "an integer", float: "a number", list[int]: "integers"}.get(kind, "text")
+        return [" and ".join([name] + [f"{sign} {getattr(part, key)}" for part in limits for key, sign in signs.items()
+                                       if getattr(part, key, None) is not None]).replace(" and ", " ", 1)]
 
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "of length >=", "pattern": "like"}
-    limits = [f"{sign} {getattr(part, name)}" for part in field.metadata for name, sign in signs.items()
-              if getattr(part, name, None) is not None]
-    return " or ".join(words(field.annotation)) + " ".join([""] + limits)
+    return " or ".join(words(field.annotation, field.metadata))
 
 
 def parse(argv, model):
@@ -265,9 +271,13 @@ def parse(argv, model):
         elif not equals:
             following = argv[i] if i < len(argv) and not argv[i].startswith("--") else None
             if bool in (field.annotation, *typing.get_args(field.annotation)):
-                # A flag takes the next word only if that is a value, so that files may follow it.
-                value = following if following in ("true", "false", *typing.get_args(Auto)) else None
-                i, value = (i + 1, value) if value else (i, "true")
+                # A flag needs no value, and config files may follow it.
+                alone = following is None or following.endswith(".toml")
+                i, value = (i, "true") if alone else (i + 1, following)
+            elif list[int] in (field.annotation, *typing.get_args(field.annotation)):
+                value = []
+                while i < len(argv) and re.fullmatch(r"[\d,]+", argv[i]):
+                    i, value = i + 1, value + [n for n in argv[i].split(",") if n]
             elif following is None:
                 raise UserError(f"--{key}: no value", f"allowed: {allowed(field)}")
             else:

@@ -1,0 +1,45 @@
+"""Tokens to batches. Which tokens a batch holds depends on the data, its size and (seed, n), and on nothing else."""
+import itertools
+
+import numpy as np
+
+
+def gather(tokens, starts, size):
+    """tokens (n,), starts (B,) -> inputs and targets, each (B, size) int64: the targets are one token later."""
+    window = tokens[np.asarray(starts)[:, None] + np.arange(size + 1)].astype(np.int64)
+    return window[:, :-1], window[:, 1:]
+
+
+def batches(tokens, batch_size, block_size, seed, start=0):
+    """Endless training batches (inputs, targets), each (batch_size, block_size), from batch number `start` on.
+
+    Batch n is drawn by a generator seeded with (seed, n): every encoding sees the same batches, and a resumed run needs
+    no saved state.
+    """
+    for n in itertools.count(start):
+        starts = np.random.default_rng((seed, n)).integers(len(tokens) - block_size, size=batch_size)
+        yield gather(tokens, starts, block_size)
+
+
+def windows(tokens, size, count=None):
+    """-> (W,) starts of fixed windows: `count` evenly spaced ones, or all that follow one another without overlap."""
+    fit = (len(tokens) - 1) // size
+    if count is None or count >= fit:
+        return np.arange(fit) * size
+    return np.linspace(0, len(tokens) - 1 - size, count).astype(np.int64)
+
+
+def window_ends(length, documents, longest, count, spacing):
+    """-> (W,) indices e, evenly spaced, such that the `longest` tokens before e and e itself lie inside one document.
+
+    length: tokens in all; documents: where each starts; spacing: tokens that two ends are apart at least, so that no
+    target is scored twice. Fewer than count, or none, where the documents hold no more.
+    """
+    starts = np.asarray(documents)
+    stops = np.append(starts[1:], length)
+    room = np.maximum(stops - starts - longest, 0)  # ends that each document offers
+    total = int(room.sum())
+    count = min(count, total // spacing)
+    picks = ((np.arange(count) + 0.5) * total / max(count, 1)).astype(np.int64)
+    document = np.searchsorted(np.cumsum(room), picks, side="right")
+    return starts[document] + longest + picks - (np.cumsum(room) - room)[document]

@@ -1,0 +1,189 @@
+"""Length curves: how well a model predicts the same targets when it sees more context than it was trained on.
+
+    python lengths.py out/rope-1337 --rope_scaling yarn
+
+A mean over whole windows falls with their length by itself, whatever the model. So every context c here scores the same
+targets, the tokens that follow the last K = block_size/16 inputs of a window, which see c-K+1 ... c tokens. Windows lie
+inside one document, where the far context means something. Standard errors are over windows: neighbouring targets are
+correlated.
+"""
+import math
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+import compare
+import logs
+from batches import gather, window_ends
+from config import Options, UserError, build, command, parse, usage
+
+MULTIPLES = (1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # contexts, as multiples of block_size
+TOKENS = 2**13  # tokens in a batch of windows
+
+
+def ends(length, documents, block_size, count):
+    """-> (W,) window ends and the longest context they hold; the same whatever contexts are asked for.
+
+    The longest of MULTIPLES for which the documents offer 16 windows at least, or the shortest.
+    """
+    spacing = targets(block_size)
+    for multiple in sorted(MULTIPLES, reverse=True):
+        longest = int(multiple * block_size)
+        found = window_ends(length, documents, longest, count, spacing)
+        if len(found) >= min(count, 16):
+            break
+    return found, longest
+
+
+def targets(block_size):
+    """K: how many targets of each window are scored."""
+    return max(1, block_size // 16)
+
+
+def window_losses(model, tokens, ends, context, last):
+    """-> (W, last) float64: loss in nats of the last targets of the windows of `context` inputs before each end."""
+    import torch
+
+    device, losses = model.embed.weight.device, []
+    for part in np.array_split(ends, math.ceil(len(ends) * context / TOKENS)):
+        ids, following = (torch.from_numpy(a).to(device) for a in gather(tokens, part - context, context))
+        losses.append(model.losses(ids, following, last).double().cpu().numpy())
+    return np.concatenate(losses)
+
+
+def mean(per_window):
+    """(W,) -> mean and its standard error over windows."""
+    return float(per_window.mean()), float(per_window.std(ddof=1) / math.sqrt(len(per_window)))
+
+
+def evaluate(model, tokens, starts, byte_lengths):
+    """Validation loss over the windows of block_size at `starts`, in float32 -> what a line of the log says of it."""
+    size = model.config.block_size
+    model.eval()
+    losses = window_losses(model, tokens, starts + size, size, size)
+    loss, stderr = mean(losses.mean(1))
+    scored = int(byte_lengths[tokens[starts[:, None] + np.arange(1, size + 1)]].sum())
+    return {"val_loss": loss, "val_stderr": stderr, "val_bpb": float(losses.sum() / math.log(2) / scored), "windows": len(starts)}
+
+
+def by_context(losses, bytes_scored):
+    """losses (W, K) of the targets at one context, the bytes they stand for -> record of the curve."""
+    loss, stderr = mean(losses.mean(1))
+    return {"loss": loss, "stderr": stderr, "bpb": float(losses.sum() / math.log(2) / bytes_scored),
+            "windows": losses.shape[0], "targets": losses.size, "window_losses": losses.mean(1).round(4).tolist()}
+
+
+def by_position(losses):
+    """losses (W, T) at every position of the longest windows -> records, one for each bin; bins grow by half octaves."""
+    T, records = losses.shape[1], []
+    edges = sorted({min(T, round(2 ** (i / 2))) for i in range(2 * math.ceil(math.log2(T)) + 1)} | {0, T})
+    for low, high in zip(edges, edges[1:]):
+        loss, stderr = mean(losses[:, low:high].mean(1))
+        records.append({"position": low, "loss": loss, "stderr": stderr, "count": losses.shape[0] * (high - low)})
+    return records
+
+
+def curves(model, tokens, documents, byte_lengths, contexts=None):
+    """Length curves of `model` over `tokens`, whose documents start at `documents`.
+
+    -> (records by context, records by position at the longest context, sentences about contexts left out)
+    """
+    config, K = model.config, targets(model.config.block_size)
+    at, longest = ends(len(tokens), documents, config.block_size, config.length_windows)
+    asked = sorted({int(m * config.block_size) for m in MULTIPLES} if contexts is None else set(contexts))
+    held = [c for c in asked if K <= c <= longest and len(at) >= 2]
+    reached = [c for c in held if c <= model.position.reach]
+    skipped = [f"context {c}: the validation text holds {len(at)} windows of {longest} tokens inside one document"
+               for c in asked if c not in held and c > longest or len(at) < 2]
+    skipped += [f"context {c}: shorter than the {K} targets scored" for c in asked if c < K]
+    if len(reached) < len(held):
+        skipped.append(f"context {held[len(reached)]} and beyond: {config.position} positions end at {model.position.reach}")
+    scored = tokens[at[:, None] + np.arange(1 - K, 1)] if len(at) else np.empty(0, np.int64)
+    model.eval()
+    context_records, position_records = [], []
+    for context in reached:
+        far = context == reached[-1]
+        losses = window_losses(model, tokens, at, context, context if far else K)
+        factor = max(1.0, context / config.original_context) if config.rope_factor == "auto" else config.rope_factor
+        context_records.append({"context": context, "applied": 1.0 if config.rope_scaling == "none" else factor,
+                                **by_context(losses[:, -K:], int(byte_lengths[scored].sum()))})
+        if far:
+            position_records = by_position(losses)
+    return context_records, position_records, skipped
+
+
+def measure(folder, model, step, checkpoint, tokens, manifest, byte_lengths, tracker, contexts=None):
+    """Compute the length curves of a model, write them into the run's folder, print, draw and track them."""
+    config = model.config
+    by_c, by_p, skipped = curves(model, tokens, manifest["val"]["starts"], byte_lengths, contexts)
+    # What tells one curve from another; `factor` is what was asked for, `applied` in each record what it came to.
+    label = {"step": step, "checkpoint": checkpoint, "scaling": config.rope_scaling,
+             "factor": config.rope_factor if config.rope_scaling != "none" else 1.0, "finetuned": False}
+    by_c, by_p = [label | r for r in by_c], [label | r for r in by_p]
+    logs.append(folder, "lengths.jsonl", by_c)
+    logs.append(folder, "positions.jsonl", by_p)
+    print("\n".join([table(by_c, config), *skipped]))
+    tracker.curves(by_c, by_p)
+    compare.draw([folder], folder / "curves.png")
+
+
+def table(records, config):
+    """The curve as text."""
+    scaling = "" if config.rope_scaling == "none" else f", rope_scaling {config.rope_scaling}, rope_factor {config.rope_factor}"
+    rows = [f"loss on the same targets by context ({config.position}, trained at {config.block_size}{scaling})",
+            f"{'context':>8} {'x train':>8} {'factor':>7} {'loss':>8} {'stderr':>8} {'bits/byte':>10}"]
+    for r in records:
+        rows.append(f"{r['context']:>8} {r['context'] / config.block_size:>8g} {r['applied']:>7g} {r['loss']:>8.4f} "
+                    f"{r['stderr']:>8.4f} {r['bpb']:>10.4f}")
+    return "\n".join(rows)
+
+
+class Lengths(Options):
+    checkpoint: Literal["best", "last"] = "best"
+    """Which weights of the run."""
+    contexts: list[int] | None = None
+    """Contexts in tokens; block_size times 1/4, 1/2, 1, 2, 4, 8, 16 unless given."""
+    rope_scaling: str | None = None
+    """Evaluate with another scaling: none, linear, ntk or yarn."""
+    rope_factor: str | None = None
+    """Its factor, a number or auto = max(1, context / training length)."""
+    rope_original_context: int | None = Field(None, ge=1)
+    """The training length it refers to."""
+    beta_fast: float | None = None
+    """yarn."""
+    beta_slow: float | None = None
+    """yarn."""
+    attention_factor: float | None = None
+    """yarn."""
+    device: str | None = None
+    """auto, cpu, cuda, cuda:N or mps; the training device, if it is here, unless given."""
+
+
+def main(argv):
+    if "--help" in argv:
+        print(usage(Lengths, "python lengths.py RUN [--key value ...]"))
+        return 0
+    words, values = parse(argv, Lengths)
+    if len(words) != 1:
+        raise UserError(f"{len(words)} run folders given", "usage: python lengths.py RUN [--key value ...]")
+    options = build(Lengths, values)
+    import run  # torch takes seconds to import; --help and refusals do without
+    from data.prepare import prepare, read
+
+    changes = options.model_dump(exclude={"contexts", "checkpoint"}, exclude_none=True)
+    restored = run.restore(words[0], options.checkpoint, **changes)
+    config = restored.config
+    _, tokens, manifest = read(prepare(config.dataset, config.tokenizer, config.vocab_size))
+    if manifest["source_sha256"] != restored.data_sha256:
+        raise UserError(f"dataset = {config.dataset}: the text has changed since {restored.folder} was trained",
+                        "its curves would not be comparable; train again with --overwrite")
+    tracker = logs.TRACKERS[config.wandb](restored.folder, config)
+    measure(restored.folder, restored.model, restored.step, options.checkpoint, tokens, manifest,
+            restored.tokenizer.byte_lengths(), tracker, options.contexts)
+    tracker.finish({})
+    return 0
+
+
+if __name__ == "__main__":
+    command(main)

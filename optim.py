@@ -1,0 +1,73 @@
+"""Optimizers, parameter groups and the learning rate's schedule."""
+import math
+
+import torch
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum made orthogonal, for matrices (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+    The same update as torch.optim.Muon, which a test holds it to, for two reasons here and not there: matrices of one
+    shape are orthogonalized together, and in float32 on CPUs, most of which have no fast bfloat16.
+    """
+
+    def __init__(self, params, lr, weight_decay=0.1, momentum=0.95):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            shapes = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    shapes.setdefault(p.shape, []).append(p)
+            for (rows, cols), params in shapes.items():
+                grads = [p.grad for p in params]
+                buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in params]
+                torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+                update = orthogonalize(torch.stack(torch._foreach_lerp(grads, buffers, group["momentum"])))  # Nesterov
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(params, list(update.unbind()), alpha=-group["lr"] * math.sqrt(max(1, rows / cols)))
+
+
+def orthogonalize(x, steps=5):
+    """Matrices x (N, rows, cols) -> the same with singular values near 1, by Newton-Schulz iteration of order five."""
+    kind, tall = x.dtype, x.size(1) > x.size(2)
+    x = x.to(torch.bfloat16 if x.is_cuda else torch.float32)
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return (x.mT if tall else x).to(kind)
+
+
+def build(model, config):
+    """-> optimizers of all parameters: weight decay on matrices, none on vectors, positions and Muon's momentum."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    blocks = [p for name, p in named if name.startswith("blocks.") and p.ndim == 2]
+    decayed = [p for name, p in named if p.ndim == 2 and not name.startswith(("blocks.", "position."))]
+    plain = [p for name, p in named if p.ndim != 2 or name.startswith("position.")]
+    muon = config.optimizer == "muon"
+    groups = [{"params": decayed + ([] if muon else blocks)}, {"params": plain, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, betas=(config.beta1, config.beta2),
+                              weight_decay=config.weight_decay, fused=True)
+    return [adamw] + ([Muon(blocks, config.muon_learning_rate, config.weight_decay)] if muon else [])
+
+
+def learning_rate(step, config):
+    """Learning rate of adamw at iteration `step`, counted from 0: up in warmup_iters, level, then down to min_lr."""
+    if step < config.warmup_iters:
+        return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
+    start = max(config.warmup_iters, round((1 - config.decay_fraction) * config.max_iters))
+    done = min(1.0, max(0.0, (step - start) / (config.max_iters - start)))
+    left = 1 - done if config.lr_decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return config.min_lr + (config.learning_rate - config.min_lr) * left
+
+
+def set_learning_rate(optimizers, lr, config):
+    """Give every optimizer its rate when adamw's is `lr`; muon's stays in proportion."""
+    for optimizer in optimizers:
+        scale = config.muon_learning_rate / config.learning_rate if isinstance(optimizer, Muon) else 1.0
+        for group in optimizer.param_groups:
+            group["lr"] = lr * scale

@@ -1,0 +1,216 @@
+"""The run's folder: what is in it, how it is written so that nothing is lost, and how a model comes back from it."""
+import io
+import json
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import logs
+import tokenizer
+from config import NEUTRAL, SCALING_PARAMETERS, Config, UserError, build, nearest, read_toml
+from model import GPT
+
+FORMAT = 1  # of checkpoints; a larger number means that older programs must not read them
+
+# What may be changed when a finished run is evaluated or sampled from: how positions are read, and where it computes.
+CHANGEABLE = ("rope_scaling", "rope_factor", "rope_original_context", "beta_fast", "beta_slow", "attention_factor", "device")
+
+
+def resolve(config):
+    """Settle what is automatic -> {"device", "dtype", "compile", "threads"}; a resumed run keeps what was settled."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    available(device)
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "float32"
+    compiled = config.compile if config.compile != "auto" else worth_compiling(config, device)
+    return {"device": device, "dtype": dtype, "compile": compiled, "threads": config.threads or os.cpu_count() or 1}
+
+
+def available(device):
+    """Refuse a device that this machine does not have."""
+    kind, _, index = device.partition(":")
+    here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}[kind]
+    if not here or (index and int(index) >= torch.cuda.device_count()):
+        raise UserError(f"device = {device}: not on this machine", "use --device auto, or --device cpu")
+
+
+def worth_compiling(config, device):
+    """On a GPU always; on a CPU where training is long enough to win back the compiler's time, and a compiler is there."""
+    if device != "cpu":
+        return device.startswith("cuda")
+    tokens = config.max_iters * config.batch_size * config.gradient_accumulation_steps * config.block_size
+    long = 6 * 12 * config.n_layer * config.n_embd**2 * tokens > 5e13
+    return long and any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
+
+
+def save(path, content):
+    """Write tensors and plain values as a checkpoint: beside the old one, flushed, then moved over it."""
+    buffer = io.BytesIO()
+    torch.save({"format": FORMAT, **content}, buffer)
+    logs.replace(Path(path), buffer.getbuffer())
+
+
+def load(path):
+    """-> what `save` wrote, on the CPU. Nothing in the file is executed. UserError if it is missing, foreign or damaged."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no checkpoint", "train the run first: python train.py CONFIG.toml")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises a dozen kinds for damaged files, pickle's among them
+        raise UserError(f"{path}: damaged, or no checkpoint ({str(error).splitlines()[0][:100]})",
+                        "use the other of best.pt and last.pt, or train again with --overwrite") from None
+    if not isinstance(content, dict) or not {"format", "model", "step"} <= content.keys():
+        raise UserError(f"{path}: not a checkpoint of this program", "give a folder that train.py wrote")
+    if content["format"] != FORMAT:
+        raise UserError(f"{path}: checkpoint format {content['format']}, and this program reads {FORMAT}",
+                        "use the version that wrote it")
+    return content
+
+
+def fill(model, weights, path):
+    """Load weights into the model, all or none; wrappers' prefixes are taken off."""
+    weights = {key.removeprefix("module.").replace("_orig_mod.", ""): value for key, value in weights.items()}
+    own = model.state_dict()
+    for key in sorted(own.keys() | weights.keys()):
+        here, there = (tuple(d[key].shape) if key in d else "nothing" for d in (own, weights))
+        if here != there:
+            raise UserError(f"{path}: weights of another configuration: {key} is {there} there and {here} here",
+                            "the checkpoint and config.toml of the folder do not belong together")
+    model.load_state_dict(weights)
+
+
+@dataclass
+class Restored:
+    """A trained model and what belongs to it."""
+
+    folder: Path
+    checkpoint: str
+    step: int
+    config: Config
+    model: GPT
+    tokenizer: tokenizer.Tokenizer
+    data_sha256: str
+
+
+def restore(folder, checkpoint="best", **changes):
+    """-> the model of a run's folder, on its device and ready for evaluation.
+
+    changes: config keys among CHANGEABLE, of the type the config wants or as text.
+    """
+    folder = Path(folder)
+    if not (folder / "config.toml").is_file():
+        near = [str(p.parent) for p in sorted(folder.parent.glob("*/config.toml"))]
+        raise UserError(f"{folder}: no run in this folder", nearest(str(folder), near) if near else "train one first")
+    trained = build(Config, read_toml(folder / "config.toml"))
+    values = trained.model_dump(exclude_none=True)
+    if "rope_scaling" in changes:  # a new method starts from its own defaults
+        for key in {"rope_factor", *sum(SCALING_PARAMETERS.values(), ())} & values.keys():
+            del values[key]
+    config = build(Config, values | changes)
+    resolved = resolve(config)
+    torch.set_num_threads(resolved["threads"])
+    content = load(folder / f"{checkpoint}.pt")
+    text = tokenizer.load(folder / "tokenizer.json")
+    model = GPT(config, text.vocab_size)
+    fill(model, content["model"], folder / f"{checkpoint}.pt")
+    model = model.to(resolved["device"]).eval()
+    return Restored(folder, checkpoint, content["step"], config, model, text, content["data_sha256"])
+
+
+def refuse_difference(before, now):
+    """A folder is continued only under its own config; NEUTRAL keys may differ, and max_iters may grow."""
+    for key in Config.model_fields:
+        old, new = getattr(before, key), getattr(now, key)
+        if key not in NEUTRAL and old != new and not (key == "max_iters" and new > old):
+            raise UserError(f"{now.out_dir}: holds a run with {key} = {old}, not {new}",
+                            "give another --out_dir, or --overwrite to delete that run")
+
+
+class Run:
+    """A folder that a run is written to, new or continued."""
+
+    def __init__(self, config):
+        """Look at config.out_dir and refuse what is not this run; nothing is written yet."""
+        self.config, self.folder, self.state = config, Path(config.out_dir), None
+        self.finished = False
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UserError(f"{self.folder}: is a file", "give another --out_dir")
+        if not self.folder.exists() or not any(self.folder.iterdir()):
+            return
+        if not (self.folder / "config.toml").is_file():
+            raise UserError(f"{self.folder}: not empty, and not a run's folder", "give another --out_dir")
+        if config.overwrite:
+            shutil.rmtree(self.folder)
+            return
+        before = build(Config, read_toml(self.folder / "config.toml"))
+        refuse_difference(before, config)
+        if (self.folder / "last.pt").exists():
+            self.state = load(self.folder / "last.pt")
+            self.finished = (self.folder / "summary.json").exists() and config.max_iters == before.max_iters
+            if config.max_iters > before.max_iters:
+                print(f"{self.folder}: max_iters grows from {before.max_iters} to {config.max_iters}, "
+                      f"and the learning rate follows the longer schedule from step {self.state['step']} on")
+
+    def begin(self, text, data_sha256):
+        """Create or continue the folder; -> resolved device, dtype, compile and threads."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.folder}: {error.strerror}", "give another --out_dir") from None
+        if self.state and self.state["data_sha256"] != data_sha256:
+            raise UserError(f"{self.folder}: the text of dataset = {self.config.dataset} has changed since this run began",
+                            "give another --out_dir, or --overwrite to delete that run")
+        self.data_sha256 = data_sha256
+        self.resolved = self.state["resolved"] if self.state else resolve(self.config)
+        available(self.resolved["device"])
+        self.best = self.state["best"] if self.state else {"step": None, "val_loss": float("inf")}
+        self.step = self.state["step"] if self.state else 0
+        logs.replace(self.folder / "config.toml", self.config.toml().encode())
+        if not (self.folder / "tokenizer.json").exists():
+            tokenizer.save(text, self.folder / "tokenizer.json")
+        for name in logs.IDENTITY:
+            logs.keep(self.folder, name, lambda record: record["step"] <= self.step)
+        (self.folder / "summary.json").unlink(missing_ok=True)
+        self.seconds = max((r.get("seconds", 0.0) for r in logs.read(self.folder, "log.jsonl")), default=0.0)
+        self.tracker = logs.TRACKERS[self.config.wandb](self.folder, self.config)
+        return self.resolved
+
+    def log(self, record):
+        logs.append(self.folder, "log.jsonl", [record])
+        self.tracker.log(record)
+
+    def save_best(self, model, step, val_loss):
+        """Write best.pt if val_loss is the lowest so far."""
+        if val_loss < self.best["val_loss"]:
+            self.best = {"step": step, "val_loss": val_loss}
+            save(self.folder / "best.pt", {"step": step, "model": model.state_dict(), "data_sha256": self.data_sha256})
+
+    def save_last(self, model, optimizers, step):
+        """Write last.pt, from which training goes on bit for bit: no clock and no random state are in it."""
+        save(self.folder / "last.pt", {
+            "step": step, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
+            "best": self.best, "resolved": self.resolved, "data_sha256": self.data_sha256})
+
+    def finish(self, summary):
+        """Write summary.json and end the tracker; from now on the run is finished."""
+        summary = {**summary, **self.resolved, **versions(), "data_sha256": self.data_sha256}
+        logs.replace(self.folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+        self.tracker.finish(summary)
+
+
+def versions():
+    """What the numbers were made with."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False) \
+        if shutil.which("git") else None
+    return {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+            "git_commit": git.stdout.strip() or None if git else None}

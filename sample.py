@@ -1,0 +1,144 @@
+"""Text from a trained model, as it is generated.
+
+    python sample.py out/rope-1337 --prompt "def " --tokens 500 --temperature 0.8
+"""
+import codecs
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from config import Options, UserError, build, command, parse, usage
+
+
+class Sample(Options):
+    prompt: str | None = None
+    """Text to go on from; the beginning of a document, or a line break where the text has no documents, unless given."""
+    prompt_file: str | None = None
+    """A UTF-8 file to go on from, instead of prompt."""
+    tokens: int = Field(300, ge=1)
+    """Tokens to generate."""
+    samples: int = Field(1, ge=1)
+    """Texts to generate, as one batch."""
+    temperature: float = Field(0.8, ge=0)
+    """Below 1 bolder towards the likely, above 1 wilder; 0 takes the likeliest token every time."""
+    top_k: int | None = Field(None, ge=1)
+    """Choose among this many likeliest tokens."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Choose among the likeliest tokens that together have this probability."""
+    seed: int = Field(1337, ge=0, lt=2**63)
+    """Seeds the choices."""
+    checkpoint: Literal["best", "last"] = "best"
+    """Which weights of the run."""
+    rope_scaling: str | None = None
+    """Sample with another scaling: none, linear, ntk or yarn."""
+    rope_factor: str | None = None
+    """Its factor, a number or auto = max(1, (prompt + tokens) / training length)."""
+    rope_original_context: int | None = Field(None, ge=1)
+    """The training length it refers to."""
+    beta_fast: float | None = None
+    """yarn."""
+    beta_slow: float | None = None
+    """yarn."""
+    attention_factor: float | None = None
+    """yarn."""
+    device: str | None = None
+    """auto, cpu, cuda, cuda:N or mps."""
+
+
+def choose(logits, temperature, top_k, top_p, generator):
+    """logits (B, V) -> (B, 1) token ids."""
+    import torch
+
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.size(-1):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    probabilities = logits.softmax(-1)
+    if top_p is not None:
+        ordered, order = probabilities.sort(descending=True)
+        beyond = ordered.cumsum(-1) - ordered >= top_p  # the likelier ones have top_p already; the first always stays
+        probabilities = probabilities.scatter(1, order, ordered.masked_fill(beyond, 0.0))
+    return torch.multinomial(probabilities, 1, generator=generator)
+
+
+def stream(model, ids, tokens, temperature=1.0, top_k=None, top_p=None, generator=None):
+    """Go on from ids (B, T), T >= 1, with `tokens` new ids, each (B, 1), yielded as they are chosen.
+
+    Where positions end (learned ones), it starts again with the last half of what they reach.
+    """
+    import torch
+
+    reach = model.position.reach
+
+    def restart(ids):
+        return model.past(min(reach, ids.size(1) + tokens)), ids
+
+    past, new = restart(ids if ids.size(1) <= reach else ids[:, -(reach // 2):])
+    for _ in range(tokens):
+        if past[0].seen + new.size(1) > reach:
+            past, new = restart(ids[:, -(reach // 2):])
+        with torch.inference_mode():
+            logits = model.head(model.hidden(new, past=past)[:, -1]).float()
+            new = choose(logits, temperature, top_k, top_p, generator)
+            ids = torch.cat((ids, new), 1)
+        yield new
+
+
+def starting_text(options):
+    if options.prompt_file is None:
+        return options.prompt
+    if options.prompt is not None:
+        raise UserError("prompt and prompt_file are both given", "give one of them")
+    try:
+        return Path(options.prompt_file).read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(f"prompt_file = {options.prompt_file}: {error.strerror}", "give the path of a text file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"prompt_file = {options.prompt_file}: not UTF-8", str(error)) from None
+
+
+def encode_start(prompt, tokenizer):
+    """-> ids of the prompt, or of the start of a document where there is none."""
+    if prompt:
+        return [int(i) for i in tokenizer.encode(prompt)]
+    return [tokenizer.separator] if tokenizer.separator is not None else [int(i) for i in tokenizer.encode("\n")]
+
+
+def main(argv):
+    if "--help" in argv or "-h" in argv:
+        print(usage(Sample, "python sample.py RUN [--key value ...]"))
+        return 0
+    words, values = parse(argv, Sample)
+    if len(words) != 1:
+        raise UserError(f"{len(words)} run folders given", 'usage: python sample.py RUN [--prompt "..."] [--key value ...]')
+    options = build(Sample, values)
+    prompt = starting_text(options)
+    import torch  # takes seconds to import; --help and refusals do without
+
+    import run
+
+    names = set(run.CHANGEABLE) & set(Sample.model_fields)
+    restored = run.restore(words[0], options.checkpoint, **options.model_dump(include=names, exclude_none=True))
+    model, tokenizer = restored.model, restored.tokenizer
+    start = encode_start(prompt, tokenizer)
+    device = model.embed.weight.device
+    ids = torch.tensor([start] * options.samples, device=device)
+    generator = torch.Generator(device).manual_seed(options.seed)
+    # The first text appears as it grows; a character may span tokens, so bytes are decoded as they complete it.
+    decoder, texts = codecs.getincrementaldecoder("utf-8")(errors="replace"), [[] for _ in range(options.samples)]
+    print(prompt or "", end="", flush=True)
+    for new in stream(model, ids, options.tokens, options.temperature, options.top_k, options.top_p, generator):
+        new = new[:, 0].tolist()
+        for text, token in zip(texts, new):
+            text.append(token)
+        print(decoder.decode(tokenizer.decode_bytes(new[:1])), end="", flush=True)
+    print(decoder.decode(b"", final=True))
+    for text in texts[1:]:
+        print(f"---------------\n{prompt or ''}{tokenizer.decode(text)}")
+    return 0
+
+
+if __name__ == "__main__":
+    command(main)

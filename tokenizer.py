@@ -1,0 +1,166 @@
+"""Text to ids and back: characters, bytes, or byte pairs run by tiktoken.
+
+Every tokenizer is a table of the bytes that each id stands for, and an `encode`. The separator is an id of its own that
+stands before each document and for no bytes at all; it is None where the text is one document that needs none. No string
+inside a text is ever special: `<|endoftext|>` is encoded like any other characters.
+"""
+import base64
+import json
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from config import UserError
+
+# How text is cut before bytes are paired; merges never cross a cut. Words take the one space or sign before them, digits
+# stay single so that numbers are spelled out, and a line's end takes the indentation of the next line, which in source
+# code is a third of all characters. Written with what the regular expressions of tiktoken and of the trainer share.
+PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*\n[ \t]*|\s+(?!\S)|\s+"
+
+
+class Tokenizer:
+    """What the three kinds share. tokens: the bytes of every id in order, empty for ids that stand for no text."""
+
+    def __init__(self, tokens, separator):
+        self.tokens = tokens
+        self.separator = separator
+
+    @property
+    def vocab_size(self):
+        return len(self.tokens)
+
+    def decode_bytes(self, ids):
+        """-> bytes. A character may span ids, so a stream is decoded with `codecs.getincrementaldecoder("utf-8")`."""
+        return b"".join([self.tokens[i] for i in ids])
+
+    def decode(self, ids):
+        """-> text; bytes that are not UTF-8 become U+FFFD, separators vanish."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def byte_lengths(self):
+        """-> (V,) int64: UTF-8 bytes that each id stands for."""
+        return np.array([len(token) for token in self.tokens], dtype=np.int64)
+
+
+class Char(Tokenizer):
+    """One id for each of `characters`, in their order."""
+
+    def __init__(self, characters, separated=False):
+        super().__init__([c.encode("utf-8") for c in characters] + [b""] * separated, len(characters) if separated else None)
+        self.characters = characters
+        # From code point to id; the slot after the last character answers -1 for all code points beyond it.
+        points = code_points(characters)
+        self.ids = np.full(int(points.max(initial=0)) + 2, -1, dtype=np.int32)
+        self.ids[points] = np.arange(len(points))
+
+    def encode(self, text):
+        """-> (n,) int32. UserError names characters that the vocabulary lacks."""
+        ids = self.ids[np.minimum(code_points(text), len(self.ids) - 1)]
+        if (ids < 0).any():
+            unknown = sorted(set(text) - set(self.characters))
+            raise UserError(f"characters outside the vocabulary: {' '.join(map(repr, unknown[:10]))}",
+                            f"the tokenizer char knows the {len(self.characters)} characters of its training text: "
+                            f"{''.join(self.characters[:100])!r}")
+        return ids
+
+    def state(self):
+        return {"characters": self.characters, "separated": self.separator is not None}
+
+
+def code_points(text):
+    """-> (n,) uint32: the number of each character in Unicode."""
+    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
+
+
+class Byte(Tokenizer):
+    """The 256 bytes of UTF-8, and 256 as the separator."""
+
+    def __init__(self, separated=True):
+        super().__init__([bytes([b]) for b in range(256)] + [b""] * separated, 256 if separated else None)
+
+    def encode(self, text):
+        """-> (n,) uint8, n = bytes of the text in UTF-8."""
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
+
+    def state(self):
+        return {"separated": self.separator is not None}
+
+
+def learn(texts, vocab_size):
+    """-> a byte-pair tokenizer of the library `tokenizers`, trained on an iterable of texts."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    trainee = Tokenizer(models.BPE())
+    trainee.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERN), "isolated"), byte_level])
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=byte_level.alphabet(), show_progress=False)
+    trainee.train_from_iterator(texts, trainer)
+    return trainee
+
+
+class BPE(Tokenizer):
+    """Byte pairs. An id is also the rank of its merge: of two neighbours the pair with the lowest id merges first."""
+
+    def __init__(self, tokens, pattern, separator=None):
+        super().__init__(tokens, separator)
+        self.pattern = pattern
+        ranks = {token: i for i, token in enumerate(tokens) if token}
+        if not all(bytes([b]) in ranks for b in range(256)):
+            raise ValueError("a byte-pair vocabulary must contain the 256 bytes")
+        self.engine = tiktoken.Encoding("positions", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+
+    @classmethod
+    def named(cls, encoding):
+        """The vocabulary of a `tiktoken.Encoding`; of its special tokens only <|endoftext|> is kept, as the separator."""
+        tokens = [b""] * encoding.n_vocab
+        for token, rank in encoding._mergeable_ranks.items():
+            tokens[rank] = token
+        separator = encoding._special_tokens.get("<|endoftext|>", encoding.n_vocab)
+        return cls(tokens + [b""] * (separator == len(tokens)), encoding._pat_str, separator)
+
+    @classmethod
+    def trained(cls, texts, vocab_size, separated=True):
+        """Learn merges from an iterable of texts until there are vocab_size ids, fewer if the text has no more pairs."""
+        # The trainer spells bytes as printable characters: those of Latin-1 stand for themselves, the others follow in
+        # order from U+0100.
+        printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+        others = [b for b in range(256) if b not in printable]
+        byte = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+        vocabulary = learn(texts, vocab_size - separated).get_vocab()
+        tokens = [bytes(byte[c] for c in word) for word in sorted(vocabulary, key=vocabulary.get)]
+        return cls(tokens + [b""] * separated, PATTERN, len(tokens) if separated else None)
+
+    def encode(self, text):
+        """-> (n,) uint32."""
+        try:
+            return self.engine.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:  # half a surrogate pair: how Python holds a byte of the command line that is not UTF-8
+            return self.encode(text.encode("utf-8", errors="replace").decode("utf-8"))
+
+    def state(self):
+        return {"pattern": self.pattern, "separator": self.separator,
+                "tokens": [base64.b64encode(token).decode("ascii") for token in self.tokens]}
+
+
+KINDS = {"char": Char, "byte": Byte, "bpe": BPE}
+
+
+def save(tokenizer, path):
+    """Write all that encoding and decoding need, byte-pair vocabularies included, so that sampling needs no network."""
+    kind = next(name for name, kind in KINDS.items() if type(tokenizer) is kind)
+    Path(path).write_text(json.dumps({"kind": kind, **tokenizer.state()}), encoding="utf-8")
+
+
+def load(path):
+    """-> the tokenizer that `save` wrote. UserError if the file is missing, damaged or of another kind."""
+    try:
+        state = json.loads(Path(path).read_text(encoding="utf-8"))
+        kind = KINDS[state.pop("kind")]
+        if kind is BPE:
+            state["tokens"] = [base64.b64decode(token) for token in state["tokens"]]
+        return kind(**state)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read", f"{error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: not a tokenizer of this program", f"prepare the data again ({error!r})") from None
