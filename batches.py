@@ -1,7 +1,38 @@
 """Tokens to batches. Which tokens a batch holds depends on the data, its size and (seed, n), and on nothing else."""
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
+
+import tokenizer
+from config import UserError
+from data.prepare import prepare, read
+
+
+@dataclass
+class Data:
+    """A prepared text: its two splits as ids (n,), the index in val at which each document starts, how to read them."""
+
+    train: np.ndarray
+    val: np.ndarray
+    documents: list
+    tokenizer: tokenizer.Tokenizer
+    sha256: str
+
+    def bytes(self, indices):
+        """UTF-8 bytes that the validation tokens at `indices` stand for."""
+        return int(self.tokenizer.byte_lengths()[self.val[indices]].sum())
+
+
+def load_data(config):
+    """-> the Data that config names; it is prepared first where that has not been done."""
+    folder = prepare(config.dataset, config.tokenizer, config.vocab_size)
+    train, val, manifest = read(folder)
+    for name, tokens in (("training", train), ("validation", val)):
+        if len(tokens) <= 2 * config.block_size:
+            raise UserError(f"dataset = {config.dataset}: {len(tokens)} {name} tokens, and block_size = {config.block_size}",
+                            "two windows must fit: give a longer text or a smaller block_size")
+    return Data(train, val, manifest["val"]["starts"], tokenizer.load(folder / "tokenizer.json"), manifest["source_sha256"])
 
 
 def gather(tokens, starts, size):

@@ -15,7 +15,7 @@ from pydantic import Field
 
 import compare
 import logs
-from batches import gather, window_ends
+from batches import gather, load_data, window_ends
 from config import Options, UserError, build, command, parse, usage
 
 MULTIPLES = (1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # contexts, as multiples of block_size
@@ -45,6 +45,7 @@ def window_losses(model, tokens, ends, context, last):
     """-> (W, last) float64: loss in nats of the last targets of the windows of `context` inputs before each end."""
     import torch
 
+    model.eval()
     device, losses = model.embed.weight.device, []
     for part in np.array_split(ends, math.ceil(len(ends) * context / TOKENS)):
         ids, following = (torch.from_numpy(a).to(device) for a in gather(tokens, part - context, context))
@@ -57,20 +58,23 @@ def mean(per_window):
     return float(per_window.mean()), float(per_window.std(ddof=1) / math.sqrt(len(per_window)))
 
 
-def evaluate(model, tokens, starts, byte_lengths):
+def evaluate(model, data, starts):
     """Validation loss over the windows of block_size at `starts`, in float32 -> what a line of the log says of it."""
     size = model.config.block_size
-    model.eval()
-    losses = window_losses(model, tokens, starts + size, size, size)
+    losses = window_losses(model, data.val, starts + size, size, size)
     loss, stderr = mean(losses.mean(1))
-    scored = int(byte_lengths[tokens[starts[:, None] + np.arange(1, size + 1)]].sum())
-    return {"val_loss": loss, "val_stderr": stderr, "val_bpb": float(losses.sum() / math.log(2) / scored), "windows": len(starts)}
+    scored = data.bytes(starts[:, None] + np.arange(1, size + 1))
+    return {"val_loss": loss, "val_stderr": stderr, "val_bpb": bits_per_byte(losses, scored), "windows": len(starts)}
+
+
+def bits_per_byte(losses, scored):
+    return float(losses.sum() / math.log(2) / max(scored, 1))
 
 
 def by_context(losses, bytes_scored):
     """losses (W, K) of the targets at one context, the bytes they stand for -> record of the curve."""
     loss, stderr = mean(losses.mean(1))
-    return {"loss": loss, "stderr": stderr, "bpb": float(losses.sum() / math.log(2) / bytes_scored),
+    return {"loss": loss, "stderr": stderr, "bpb": bits_per_byte(losses, bytes_scored),
             "windows": losses.shape[0], "targets": losses.size, "window_losses": losses.mean(1).round(4).tolist()}
 
 
@@ -84,39 +88,48 @@ def by_position(losses):
     return records
 
 
-def curves(model, tokens, documents, byte_lengths, contexts=None):
-    """Length curves of `model` over `tokens`, whose documents start at `documents`.
+def choose_contexts(model, asked, longest):
+    """-> (contexts that can be measured, sentences about the others)."""
+    config, K, measured, skipped = model.config, targets(model.config.block_size), [], []
+    for context in sorted({int(m * config.block_size) for m in MULTIPLES} if asked is None else set(asked)):
+        if context < K:
+            skipped.append(f"context {context}: shorter than the {K} targets that are scored")
+        elif context > model.position.reach:
+            skipped.append(f"context {context}: {config.position} positions end at {model.position.reach}")
+        elif context > longest:
+            skipped.append(f"context {context}: the validation text has too few documents longer than {longest} tokens")
+        else:
+            measured.append(context)
+    return measured, skipped
 
-    -> (records by context, records by position at the longest context, sentences about contexts left out)
-    """
+
+def curves(model, data, contexts=None):
+    """-> (records by context, records by position at the longest of them, sentences about contexts left out)."""
     config, K = model.config, targets(model.config.block_size)
-    at, longest = ends(len(tokens), documents, config.block_size, config.length_windows)
-    asked = sorted({int(m * config.block_size) for m in MULTIPLES} if contexts is None else set(contexts))
-    held = [c for c in asked if K <= c <= longest and len(at) >= 2]
-    reached = [c for c in held if c <= model.position.reach]
-    skipped = [f"context {c}: the validation text holds {len(at)} windows of {longest} tokens inside one document"
-               for c in asked if c not in held and c > longest or len(at) < 2]
-    skipped += [f"context {c}: shorter than the {K} targets scored" for c in asked if c < K]
-    if len(reached) < len(held):
-        skipped.append(f"context {held[len(reached)]} and beyond: {config.position} positions end at {model.position.reach}")
-    scored = tokens[at[:, None] + np.arange(1 - K, 1)] if len(at) else np.empty(0, np.int64)
-    model.eval()
-    context_records, position_records = [], []
-    for context in reached:
-        far = context == reached[-1]
-        losses = window_losses(model, tokens, at, context, context if far else K)
-        factor = max(1.0, context / config.original_context) if config.rope_factor == "auto" else config.rope_factor
-        context_records.append({"context": context, "applied": 1.0 if config.rope_scaling == "none" else factor,
-                                **by_context(losses[:, -K:], int(byte_lengths[scored].sum()))})
+    at, longest = ends(len(data.val), data.documents, config.block_size, config.length_windows)
+    measured, skipped = choose_contexts(model, contexts, longest)
+    by_c, by_p = [], []
+    for context in measured:
+        far = context == measured[-1]
+        losses = window_losses(model, data.val, at, context, context if far else K)
+        by_c.append({"context": context, "applied": applied_factor(config, context),
+                     **by_context(losses[:, -K:], data.bytes(at[:, None] + np.arange(1 - K, 1)))})
         if far:
-            position_records = by_position(losses)
-    return context_records, position_records, skipped
+            by_p = by_position(losses)
+    return by_c, by_p, skipped
 
 
-def measure(folder, model, step, checkpoint, tokens, manifest, byte_lengths, tracker, contexts=None):
+def applied_factor(config, context):
+    """The stretch that rope_factor comes to at this context."""
+    if config.rope_scaling == "none":
+        return 1.0
+    return max(1.0, context / config.original_context) if config.rope_factor == "auto" else config.rope_factor
+
+
+def measure(folder, model, step, checkpoint, data, tracker, contexts=None):
     """Compute the length curves of a model, write them into the run's folder, print, draw and track them."""
     config = model.config
-    by_c, by_p, skipped = curves(model, tokens, manifest["val"]["starts"], byte_lengths, contexts)
+    by_c, by_p, skipped = curves(model, data, contexts)
     # What tells one curve from another; `factor` is what was asked for, `applied` in each record what it came to.
     label = {"step": step, "checkpoint": checkpoint, "scaling": config.rope_scaling,
              "factor": config.rope_factor if config.rope_scaling != "none" else 1.0, "finetuned": False}
@@ -169,18 +182,14 @@ def main(argv):
         raise UserError(f"{len(words)} run folders given", "usage: python lengths.py RUN [--key value ...]")
     options = build(Lengths, values)
     import run  # torch takes seconds to import; --help and refusals do without
-    from data.prepare import prepare, read
 
-    changes = options.model_dump(exclude={"contexts", "checkpoint"}, exclude_none=True)
-    restored = run.restore(words[0], options.checkpoint, **changes)
-    config = restored.config
-    _, tokens, manifest = read(prepare(config.dataset, config.tokenizer, config.vocab_size))
-    if manifest["source_sha256"] != restored.data_sha256:
-        raise UserError(f"dataset = {config.dataset}: the text has changed since {restored.folder} was trained",
+    restored = run.restore(words[0], options.checkpoint, **options.model_dump(exclude={"contexts", "checkpoint"}, exclude_none=True))
+    data = load_data(restored.config)
+    if data.sha256 != restored.data_sha256:
+        raise UserError(f"dataset = {restored.config.dataset}: the text has changed since {restored.folder} was trained",
                         "its curves would not be comparable; train again with --overwrite")
-    tracker = logs.TRACKERS[config.wandb](restored.folder, config)
-    measure(restored.folder, restored.model, restored.step, options.checkpoint, tokens, manifest,
-            restored.tokenizer.byte_lengths(), tracker, options.contexts)
+    tracker = logs.TRACKERS[restored.config.wandb](restored.folder, restored.config)
+    measure(restored.folder, restored.model, restored.step, options.checkpoint, data, tracker, options.contexts)
     tracker.finish({})
     return 0
 

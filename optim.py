@@ -65,9 +65,11 @@ def learning_rate(step, config):
     return config.min_lr + (config.learning_rate - config.min_lr) * left
 
 
-def set_learning_rate(optimizers, lr, config):
-    """Give every optimizer its rate when adamw's is `lr`; muon's stays in proportion."""
+def set_learning_rate(optimizers, step, config):
+    """Set every optimizer's rate for iteration `step`, muon's in proportion to adamw's. -> adamw's."""
+    rate = learning_rate(step, config)
     for optimizer in optimizers:
         scale = config.muon_learning_rate / config.learning_rate if isinstance(optimizer, Muon) else 1.0
         for group in optimizer.param_groups:
-            group["lr"] = lr * scale
+            group["lr"] = rate * scale
+    return rate

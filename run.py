@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,10 +53,20 @@ def worth_compiling(config, device):
     return long and any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
 
 
+def fresh(value):
+    """The same value with no object used twice, but for strings, which are all used again: the file's format tells
+    shared objects from equal ones, and whether a run was resumed must not show in its bytes."""
+    if isinstance(value, dict):
+        return {fresh(k): fresh(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([fresh(v) for v in value])
+    return sys.intern(value) if isinstance(value, str) else value
+
+
 def save(path, content):
     """Write tensors and plain values as a checkpoint: beside the old one, flushed, then moved over it."""
     buffer = io.BytesIO()
-    torch.save({"format": FORMAT, **content}, buffer)
+    torch.save(fresh({"format": FORMAT, **content}), buffer)
     logs.replace(Path(path), buffer.getbuffer())
 
 
@@ -161,23 +172,23 @@ class Run:
                 print(f"{self.folder}: max_iters grows from {before.max_iters} to {config.max_iters}, "
                       f"and the learning rate follows the longer schedule from step {self.state['step']} on")
 
-    def begin(self, text, data_sha256):
+    def begin(self, data):
         """Create or continue the folder; -> resolved device, dtype, compile and threads."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{self.folder}: {error.strerror}", "give another --out_dir") from None
-        if self.state and self.state["data_sha256"] != data_sha256:
+        if self.state and self.state["data_sha256"] != data.sha256:
             raise UserError(f"{self.folder}: the text of dataset = {self.config.dataset} has changed since this run began",
                             "give another --out_dir, or --overwrite to delete that run")
-        self.data_sha256 = data_sha256
+        self.data_sha256 = data.sha256
         self.resolved = self.state["resolved"] if self.state else resolve(self.config)
         available(self.resolved["device"])
         self.best = self.state["best"] if self.state else {"step": None, "val_loss": float("inf")}
         self.step = self.state["step"] if self.state else 0
         logs.replace(self.folder / "config.toml", self.config.toml().encode())
         if not (self.folder / "tokenizer.json").exists():
-            tokenizer.save(text, self.folder / "tokenizer.json")
+            tokenizer.save(data.tokenizer, self.folder / "tokenizer.json")
         for name in logs.IDENTITY:
             logs.keep(self.folder, name, lambda record: record["step"] <= self.step)
         (self.folder / "summary.json").unlink(missing_ok=True)
@@ -185,7 +196,15 @@ class Run:
         self.tracker = logs.TRACKERS[self.config.wandb](self.folder, self.config)
         return self.resolved
 
+    def load_into(self, model, optimizers):
+        """Give a continued run its weights and the optimizers' state back."""
+        if self.state:
+            fill(model, self.state["model"], self.folder / "last.pt")
+            for optimizer, state in zip(optimizers, self.state["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+
     def log(self, record):
+        """One line of log.jsonl, and of the tracker."""
         logs.append(self.folder, "log.jsonl", [record])
         self.tracker.log(record)
 

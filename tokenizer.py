@@ -13,9 +13,9 @@ import tiktoken
 
 from config import UserError
 
-# How text is cut before bytes are paired; merges never cross a cut. Words take the one space or sign before them, digits
-# stay single so that numbers are spelled out, and a line's end takes the indentation of the next line, which in source
-# code is a third of all characters. Written with what the regular expressions of tiktoken and of the trainer share.
+# How text is cut before bytes are paired; no pair crosses a cut. Words and signs take one space before them, digits stay
+# single so that numbers are spelled out, and the end of a line takes the indentation of the next, which is a third of all
+# characters in source code. Written in what the regular expressions of tiktoken and of the trainer have in common.
 PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*\n[ \t]*|\s+(?!\S)|\s+"
 
 

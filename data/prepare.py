@@ -396,14 +396,14 @@ def pieces(source):
 
 def grouped(items):
     """Group what `pieces` yields into lists of about GROUP characters."""
-    batch, size = [], 0
+    group, size = [], 0
     for item in items:
-        batch.append(item)
+        group.append(item)
         size += len(item[-1])
         if size >= GROUP:
-            yield batch
-            batch, size = [], 0
-    yield batch
+            yield group
+            group, size = [], 0
+    yield group
 
 
 class Split:

@@ -203,7 +203,7 @@ def test_text_without_a_place_to_cut_stays_whole(monkeypatch):
 
 
 def test_a_file_is_split_by_characters_as_in_nanogpt(tmp_path):
-    text = "".join(random.Random(0).choices("aé你\n ", k=10007))
+    text = "".join(random.Random(0).choices("aé你\n ", k=10004))
     path = tmp_path / "text.txt"
     path.write_text(text, encoding="utf-8", newline="")
     made, train, val, manifest = tokens_of(prepare(str(path), "char", 1024, tmp_path))
@@ -235,14 +235,23 @@ def test_every_document_starts_with_a_separator(library, tmp_path):
 
 
 def test_manifest_tells_the_truth(library, tmp_path):
-    folder = prepare(str(library), "byte", 1024, tmp_path)
+    folder = prepare(str(library), "bpe", 270, tmp_path)
     made, *splits, manifest = tokens_of(folder)
     for name, ids in zip(("train", "val"), splits, strict=True):
         assert manifest[name]["tokens"] == len(ids)
         assert manifest[name]["bytes"] == len(made.decode_bytes(ids))
         assert manifest[name]["sha256"] == hashlib.sha256((folder / f"{name}.bin").read_bytes()).hexdigest()
-    assert manifest["vocab_size"] == 257 and manifest["dtype"] == "uint16" and manifest["tokenizer"] == "byte"
+    assert manifest["vocab_size"] == 270 and manifest["dtype"] == "uint16" and manifest["tokenizer"] == "bpe"
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "tokenizer.json", "train.bin", "val.bin"]
+
+
+def test_byte_pairs_are_learned_from_the_beginning_of_the_training_split(library, tmp_path, monkeypatch):
+    (library / "held out.txt").write_text("zq" * 1000)
+    (library / "~late.txt").write_text("kw" * 1000)
+    monkeypatch.setattr(data, "validation", lambda names: {"held out.txt"})
+    monkeypatch.setattr(data, "BPE_SAMPLE", 5000)
+    tokens = tokens_of(prepare(str(library), "bpe", 280, tmp_path))[0].tokens
+    assert b" text" in tokens and b"zq" not in tokens and b"kw" not in tokens
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")])
@@ -291,6 +300,7 @@ def test_hidden_and_binary_files_are_left_out_and_nothing_is_written(library, tm
 def test_folder_with_one_text_is_a_file(tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "a.txt").write_text("to be or not to be\n" * 20)
+    (tmp_path / "one" / "b.txt").write_text("")
     _, train, val, manifest = tokens_of(prepare(str(tmp_path / "one"), "char", 1024, tmp_path))
     assert manifest["separator"] is None and len(train) == 342 and len(val) == 38
 
@@ -355,6 +365,7 @@ def test_interrupted_preparation_leaves_nothing(book, tmp_path, monkeypatch):
 
 def test_two_processes_may_prepare_the_same(book, tmp_path, monkeypatch):
     def slow(*arguments, write=data.write):
+        assert arguments[3].is_relative_to(tmp_path / "prepared")  # renaming is atomic within one file system only
         write(*arguments)
         monkeypatch.setattr(data, "write", write)
         prepare(str(book), "char", 1024, tmp_path)  # the other one comes first
@@ -392,6 +403,9 @@ class Server(http.server.BaseHTTPRequestHandler):
     content, limit, ranges, requests = b"", None, True, []
 
     def do_GET(self):
+        if "missing" in self.path or self.headers["Accept-Encoding"] != "identity":
+            self.send_error(404)
+            return
         wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")) if self.ranges else None
         start = int(wanted[1]) if wanted else 0
         self.requests.append(start)
@@ -479,6 +493,12 @@ def test_archive_of_the_user_is_no_text(tmp_path):
         archive.writestr("a.txt", b"words " * 100)
     for dataset in (path, path.parent):
         message(lambda dataset=dataset: prepare(str(dataset), "byte", 1024, tmp_path))
+
+
+def test_missing_page_is_not_taken_for_the_text(server, tmp_path, monkeypatch):
+    monkeypatch.setitem(data.DOWNLOADS, "enwik8", (server.url.replace("input", "missing"), "enwik8.zip", "0"))
+    assert "404" in message(lambda: prepare("enwik8", "char", 1024, tmp_path))
+    assert list((tmp_path / "raw").iterdir()) == []
 
 
 def test_no_network_names_the_file_to_put_where(tmp_path, monkeypatch):
