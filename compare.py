@@ -81,8 +81,8 @@ def table(folders):
             losses = [spread([run["lengths"].get(key, {}).get(c, {}).get("loss") for run in members], 3) for c in contexts]
             rows.append((head if number == 0 else [f"  {key}", *[""] * 6]) + losses)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
-                     for row in rows)
+    return "\n".join("  ".join(cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths)))
+                     .rstrip() for row in rows)
 
 
 def draw(folders, path):

@@ -310,8 +310,8 @@ def read_toml(path):
     try:
         return tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
-        near = [str(p) for p in sorted(Path(path).parent.glob("*.toml"))] if Path(path).parent.is_dir() else []
-        raise UserError(f"{path}: no such config file", nearest(str(path), near) if near else "give the path of a TOML file") from None
+        near = [str(p) for p in sorted(Path(path).parent.glob("*.toml"))]
+        raise UserError(f"{path}: no such config file", nearest(str(path), near) if near else "give a TOML file's path") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path}: not a readable TOML file", f"{error}") from None
 

@@ -183,7 +183,8 @@ def main(argv):
     options = build(Lengths, values)
     import run  # torch takes seconds to import; --help and refusals do without
 
-    restored = run.restore(words[0], options.checkpoint, **options.model_dump(exclude={"contexts", "checkpoint"}, exclude_none=True))
+    changes = options.model_dump(exclude={"contexts", "checkpoint"}, exclude_none=True)
+    restored = run.restore(words[0], options.checkpoint, **changes)
     data = load_data(restored.config)
     if data.sha256 != restored.data_sha256:
         raise UserError(f"dataset = {restored.config.dataset}: the text has changed since {restored.folder} was trained",

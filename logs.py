@@ -115,8 +115,8 @@ class Wandb:
             return
         first = by_context[0]
         name = f"{first['scaling']}-{first['factor']}"
-        written = sum(r["step"] == first["step"] for file in ("lengths.jsonl", "positions.jsonl") for r in read(self.folder, file))
-        number = first["step"] * self.ROOM + 2 + written - len(by_context) - len(by_position)
+        written = [r for name in ("lengths.jsonl", "positions.jsonl") for r in read(self.folder, name) if r["step"] == first["step"]]
+        number = first["step"] * self.ROOM + 2 + len(written) - len(by_context) - len(by_position)
         rows = [{"lengths/context": r["context"], **{f"lengths/{name}/{k}": r[k] for k in ("loss", "stderr", "bpb")}}
                 for r in by_context]
         rows += [{"positions/position": r["position"], f"positions/{name}/loss": r["loss"]} for r in by_position]

@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 from position import POSITIONS
-from rope import rotate
+from rope import precise, rotate
 
 
 class Past:
@@ -122,7 +122,7 @@ class GPT(nn.Module):
 
     def forward(self, ids, pos=None, past=None):
         """ids (B, T) -> logits (B, T, V); arguments as in `hidden`."""
-        return self.head(self.hidden(ids, pos, past)).float()
+        return precise(self.head(self.hidden(ids, pos, past)))
 
     def loss(self, ids, targets):
         """ids, targets (B, T) -> mean cross-entropy in nats, to be differentiated."""
@@ -139,7 +139,7 @@ class GPT(nn.Module):
         last, past = last or T, self.past(T) if T > self.CHUNK else None
         x = torch.cat([self.hidden(chunk, past=past) for chunk in ids.split(self.CHUNK, 1)], 1)[:, -last:]
         rows = zip(x.flatten(0, 1).split(self.rows), targets[:, -last:].flatten().split(self.rows))
-        return torch.cat([F.cross_entropy(self.head(r).float(), t, reduction="none") for r, t in rows]).view(-1, last)
+        return torch.cat([F.cross_entropy(precise(self.head(r)), t, reduction="none") for r, t in rows]).view(-1, last)
 
     @property
     def rows(self):

@@ -20,13 +20,18 @@ def angles(pos, freq):
     return pos[:, None] * freq
 
 
+def precise(x):
+    """x in float32 at least, whatever half precision it comes in."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def rotate(x, rotation):
     """Turn x (B, T, N, D) by rotation (T, D/2, 2), the cosine and sine of every plane's angle -> (B, T, N, D).
 
     Neighbouring pairs are complex numbers, so turning them is one complex product, several times faster than shuffling
     halves. The compiler wants the same in real arithmetic. At least float32 whatever x is, and cast back.
     """
-    pairs = x.unflatten(-1, (-1, 2)).to(torch.promote_types(x.dtype, torch.float32))
+    pairs = precise(x).unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():
         (a, b), (cos, sin) = pairs.unbind(-1), rotation[:, None].unbind(-1)
         turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1)
@@ -50,7 +55,7 @@ def linear(freq, *, base, factor, context, length):
 
 
 def ntk(freq, *, base, factor, context, length):
-    """NTK-aware: a larger base, base factor^(D/(D-2)), so that the fastest plane stays and the slowest turns factor times slower."""
+    """NTK-aware scaling: a larger base, base factor^(D/(D-2)). The fastest plane stays, the slowest is slowed by factor."""
     dim = 2 * len(freq)
     return frequencies(dim, base * factor ** (dim / (dim - 2)), freq.device), 1.0
 

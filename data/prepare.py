@@ -43,6 +43,7 @@ from tokenizer import BPE, Byte, Char
 from tokenizer import load as load_tokenizer
 from tokenizer import save as save_tokenizer
 
+ROOT = Path(__file__).resolve().parent  # holds raw/ and prepared/
 FORMAT = 1  # in the key of a prepared folder: raise it when the same text would come out otherwise
 VALIDATION = 0.1
 PIECE = 2**20  # bytes of text that one thread encodes at a time
@@ -535,7 +536,7 @@ def prepare(dataset, tokenizer, vocab_size, root=None):
     dataset: one of NAMES or a path. tokenizer: char, byte, bpe or a tiktoken encoding. vocab_size: for bpe only; a text too
     short for so many merges gets fewer. root: the folder with raw/ and prepared/, the one of this file unless given.
     """
-    root = Path(root or Path(__file__).resolve().parent)
+    root = Path(root or ROOT)
     known = ["char", "byte", "bpe", *tiktoken.list_encoding_names()]
     if tokenizer not in known:
         raise UserError(f"tokenizer = {tokenizer}: no such tokenizer", nearest(tokenizer, known))

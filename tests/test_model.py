@@ -1,0 +1,139 @@
+"""The transformer against a slow one written out in float64, and its chunked and compiled forms against the plain one."""
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from model import GPT
+from tests.conftest import small
+from tests.test_position import VOCABULARY, model, tokens
+
+
+def slow(made, ids):
+    """The forward pass in loops, for layernorm without bias, no qk_norm, gelu: (T,) -> (T, V)."""
+    state, config = made.state_dict(), made.config
+    H, D = config.n_head, config.head_dim
+    x = [state["embed.weight"][i] for i in ids]
+    for layer in range(config.n_layer):
+        part = {k.removeprefix(f"blocks.{layer}."): v for k, v in state.items() if k.startswith(f"blocks.{layer}.")}
+
+        def norm(v, weight):
+            return (v - v.mean()) / torch.sqrt(v.var(unbiased=False) + 1e-5) * weight
+
+        qkv = [(part["attention.qkv.weight"] @ norm(v, part["norm1.weight"])).view(3, H, D) for v in x]
+        out = []
+        for t in range(len(ids)):
+            heads = []
+            for h in range(H):
+                def turn(vector, m):
+                    turned = vector.clone()
+                    for i in range(D // 2):
+                        angle = m * float(torch.tensor(config.rope_base) ** (-torch.tensor(2.0 * i) / D))
+                        a, b = vector[2 * i], vector[2 * i + 1]
+                        turned[2 * i] = a * math.cos(angle) - b * math.sin(angle)
+                        turned[2 * i + 1] = a * math.sin(angle) + b * math.cos(angle)
+                    return turned
+
+                query = turn(qkv[t][0, h], t)
+                scores = torch.stack([query @ turn(qkv[s][1, h], s) / math.sqrt(D) for s in range(t + 1)])
+                weights = scores.softmax(0)
+                heads.append(sum(w * qkv[s][2, h] for s, w in enumerate(weights)))  # values are not turned
+            out.append(part["attention.out.weight"] @ torch.cat(heads))
+        x = [a + b for a, b in zip(x, out)]
+        x = [v + part["mlp.out.weight"] @ F.gelu(part["mlp.up.weight"] @ norm(v, part["norm2.weight"])) for v in x]
+    return torch.stack([state["embed.weight"] @ norm(v, state["norm.weight"]) for v in x])
+
+
+def test_equals_the_slow_reference():
+    made = model("rope", qk_norm=False, activation="gelu")
+    ids = tokens(1, 10)
+    position = made.position.rotation
+    made.position.rotation = lambda pos, length: position(pos.double(), length)  # angles in float64 as in the reference
+    torch.testing.assert_close(made.double().hidden(ids) @ made.embed.weight.T, slow(made, ids[0])[None], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("changes", [
+    {"activation": "gelu", "norm": "layernorm", "bias": True, "tied": True, "qk_norm": False},
+    {"activation": "relu2", "norm": "rmsnorm", "bias": False, "tied": False, "qk_norm": True},
+    {"activation": "swiglu", "norm": "layernorm", "bias": False, "tied": True, "qk_norm": True}])
+def test_every_option_changes_the_model_and_learns(changes):
+    made = GPT(small(**changes), VOCABULARY)
+    assert (made.head.weight is made.embed.weight) == changes["tied"]
+    assert any(name.endswith("qkv.bias") for name, _ in made.named_parameters()) == changes["bias"]
+    made.loss(tokens(2, 8), tokens(2, 8, seed=1)).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())
+
+
+def test_swiglu_has_about_as_many_parameters_as_gelu():
+    counts = [sum(p.numel() for p in GPT(small(activation=a, n_embd=96), VOCABULARY).parameters()) for a in ("gelu", "swiglu")]
+    assert counts[1] == pytest.approx(counts[0], rel=0.01)
+
+
+def test_loss_at_the_start_is_that_of_guessing():
+    made = GPT(small(), 500)
+    loss = made.loss(torch.randint(500, (8, 32)), torch.randint(500, (8, 32)))
+    assert loss.item() == pytest.approx(math.log(500), rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["none", "sinusoidal", "rope"])
+def test_losses_in_chunks_equal_losses_at_once(name, monkeypatch):
+    made, ids = model(name), tokens(2, 61)
+    whole = F.cross_entropy(made(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(2, 60)
+    monkeypatch.setattr(GPT, "CHUNK", 16)
+    monkeypatch.setattr(GPT, "LOGITS", 7 * VOCABULARY)
+    torch.testing.assert_close(made.losses(ids[:, :-1], ids[:, 1:]), whole, atol=1e-5, rtol=0)
+    torch.testing.assert_close(made.losses(ids[:, :-1], ids[:, 1:], last=5), whole[:, -5:], atol=1e-5, rtol=0)
+
+
+def attention_calls(monkeypatch, work):
+    """Do the work -> [(queries, keys)] of every attention in it."""
+    seen, attention = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, *rest, **kw: (
+        seen.append((q, k)), attention(q, k, *rest, **kw))[1])
+    work()
+    return seen
+
+
+def test_long_windows_never_see_more_than_a_chunk_of_queries(monkeypatch):
+    monkeypatch.setattr(GPT, "CHUNK", 16)
+    calls = attention_calls(monkeypatch, lambda: model("rope").losses(tokens(1, 100), tokens(1, 100), last=2))
+    assert max(q.size(2) for q, _ in calls) == 16
+    assert max(k.size(2) for _, k in calls) == 100
+
+
+def test_gradients_are_those_of_finite_differences():
+    made = model("rope", n_layer=1).requires_grad_(True)
+    ids, targets = tokens(1, 8), tokens(1, 8, seed=1)
+
+    def loss():
+        return made.loss(ids, targets)
+
+    loss().backward()
+    weight = made.blocks[0].attention.qkv.weight
+    for index in ((0, 0), (40, 3), (70, 9)):  # a query's, a key's and a value's
+        with torch.no_grad():
+            before = weight[index].item()
+            weight[index] = before + 1e-5
+            up = loss().item()
+            weight[index] = before - 1e-5
+            down = loss().item()
+            weight[index] = before
+        assert weight.grad[index].item() == pytest.approx((up - down) / 2e-5, rel=1e-4, abs=1e-9)
+
+
+def test_values_are_not_turned(monkeypatch):
+    turned = []
+    import model as module
+
+    original = module.rotate
+    monkeypatch.setattr(module, "rotate", lambda x, rotation: (turned.append(x.shape), original(x, rotation))[1])
+    model("rope")(tokens(1, 4))
+    assert turned == [(1, 4, 4, 16)] * 2  # two layers; queries and keys of two heads, no values
+
+
+def test_qk_norm_comes_before_the_rotation_and_bounds_scores(monkeypatch):
+    made = model("rope", qk_norm=True)
+    for q, k in attention_calls(monkeypatch, lambda: made(tokens(1, 6))):
+        torch.testing.assert_close(q.norm(dim=-1), torch.full(q.shape[:3], 4.0, dtype=torch.float64), atol=1e-3, rtol=0)
+        torch.testing.assert_close(k.norm(dim=-1), torch.full(k.shape[:3], 4.0, dtype=torch.float64), atol=1e-3, rtol=0)

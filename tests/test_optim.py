@@ -1,0 +1,80 @@
+"""Optimizers and the schedule."""
+import pytest
+import torch
+
+import optim
+from model import GPT
+from tests.conftest import small
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (48, 16), (16, 64)])
+def test_muon_makes_the_update_of_torch(shape):
+    """torch's works in bfloat16, so the two agree to a hundredth of the update's size."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(3)]
+    theirs = [torch.nn.Parameter(w.detach().clone()) for w in weights]
+    mine = optim.Muon(weights, lr=0.1, weight_decay=0.1)
+    reference = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.1, momentum=0.95)
+    for _ in range(5):
+        before = weights[0].detach().clone()
+        for a, b in zip(weights, theirs):
+            a.grad = torch.randn(shape, generator=generator)
+            b.grad = a.grad.clone()
+        mine.step()
+        reference.step()
+        step = (weights[0] - before).norm()
+        for a, b in zip(weights, theirs):
+            assert (a - b).norm() < 0.03 * step
+            b.data.copy_(a.data)
+
+
+def test_orthogonalized_matrices_have_singular_values_near_one():
+    x = torch.randn(3, 40, 24, generator=torch.Generator().manual_seed(1))
+    values = torch.linalg.svdvals(optim.orthogonalize(x))
+    assert values.min() > 0.5 and values.max() < 1.3
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    together = torch.einsum("nij,nij->n", optim.orthogonalize(x), u @ v)
+    assert (together / 24 > 0.8).all()  # the same directions as the exact answer
+
+
+def test_every_parameter_is_in_one_group_and_positions_do_not_decay():
+    for name in ("adamw", "muon"):
+        model = GPT(small(position="learned", optimizer=name, bias=True), 23)
+        groups = [g for o in optim.build(model, small(optimizer=name)) for g in o.param_groups]
+        grouped = [id(p) for g in groups for p in g["params"]]
+        assert sorted(grouped) == sorted(id(p) for p in model.parameters())
+        plain = {id(p) for g in groups if g["weight_decay"] == 0 for p in g["params"]}
+        assert id(model.position.table.weight) in plain
+        assert plain == {id(p) for n, p in model.named_parameters() if p.ndim < 2 or n.startswith("position")}
+
+
+def test_muon_takes_the_matrices_of_the_blocks_only():
+    model = GPT(small(), 23)
+    adamw, muon = optim.build(model, small(optimizer="muon"))
+    names = {id(p): n for n, p in model.named_parameters()}
+    assert all(names[id(p)].startswith("blocks.") and p.ndim == 2 for g in muon.param_groups for p in g["params"])
+    assert len(optim.build(model, small(optimizer="adamw"))) == 1
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear"])
+def test_learning_rate_rises_falls_and_is_never_zero_while_training(shape):
+    config = small(max_iters=100, warmup_iters=10, learning_rate=1.0, min_lr=0.1, lr_decay=shape)
+    rates = [optim.learning_rate(step, config) for step in range(101)]
+    assert 0 < rates[0] < rates[9] < rates[10] == 1.0
+    assert all(a > b for a, b in zip(rates[10:], rates[11:]))
+    assert rates[100] == pytest.approx(0.1) and min(rates) > 0
+    assert rates[55] == pytest.approx(0.55)
+
+
+def test_learning_rate_stays_level_until_the_last_part():
+    config = small(max_iters=100, warmup_iters=0, learning_rate=1.0, decay_fraction=0.25)
+    assert [optim.learning_rate(step, config) for step in (0, 40, 75)] == [1.0, 1.0, 1.0]
+    assert optim.learning_rate(99, config) == pytest.approx(0.04)
+
+
+def test_rates_of_both_optimizers_keep_their_proportion():
+    config = small(max_iters=100, learning_rate=1e-3, muon_learning_rate=0.02, warmup_iters=0)
+    optimizers = optim.build(GPT(config, 23), config)
+    for step in (0, 50, 99):
+        assert optim.set_learning_rate(optimizers, step, config) == pytest.approx(optim.learning_rate(step, config))
+        assert optimizers[1].param_groups[0]["lr"] == pytest.approx(20 * optimizers[0].param_groups[0]["lr"])

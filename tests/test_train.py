@@ -1,0 +1,221 @@
+"""The loop: it learns, it is fair, and nothing is lost."""
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import config
+import logs
+import optim
+import train
+from batches import batches, load_data
+from model import GPT
+from position import POSITIONS
+from tests.conftest import SMALL, small
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(corpus, folder, **changes):
+    return train.train(small(dataset=str(corpus), out_dir=str(folder), **changes))
+
+
+def contents(folder):
+    """The run's files without what may differ: times, and the folder's own name."""
+    found = {name: (folder / name).read_bytes() for name in ("best.pt", "last.pt")}
+    for name in logs.IDENTITY:
+        found[name] = [{k: v for k, v in record.items() if k not in ("seconds", "tokens_per_second")}
+                       for record in logs.read(folder, name)]
+    summary = json.loads((folder / "summary.json").read_text())
+    return found | {"summary": {k: v for k, v in summary.items() if k != "seconds"}}
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_overfits_one_batch(position):
+    made = small(position=position, learning_rate=1e-2, warmup_iters=0, max_iters=150)
+    model, generator = GPT(made, 23), torch.Generator().manual_seed(0)
+    x, y = torch.randint(23, (2, 4, 16), generator=generator)
+    optimizers = optim.build(model, made)
+    for step in range(150):
+        optim.set_learning_rate(optimizers, step, made)
+        loss, norm = train.update(model, optimizers, x, y, step, made, torch.autocast("cpu", enabled=False))
+    assert loss < 0.1 and norm > 0
+
+
+def test_accumulated_gradients_equal_the_larger_batch():
+    losses = []
+    for micro in (1, 2, 4):
+        made = small(batch_size=8 // micro, gradient_accumulation_steps=micro)
+        model = GPT(made, 23)
+        x, y = torch.randint(23, (2, 8, 16), generator=torch.Generator().manual_seed(0))
+        optimizers = optim.build(model, made)
+        losses.append([train.update(model, optimizers, x, y, step, made, torch.autocast("cpu", enabled=False))
+                       for step in range(3)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+    np.testing.assert_allclose(losses[2], losses[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"optimizer": "adamw", "position": "learned"},
+    {"dropout": 0.2, "gradient_accumulation_steps": 2, "position": "sinusoidal"}, {"length_interval": 10, "position": "none", "max_iters": 31}])
+@pytest.mark.parametrize("stop_at", [7, 20])
+def test_stopped_and_resumed_equals_never_stopped(corpus, tmp_path, changes, stop_at):
+    assert run(corpus, tmp_path / "whole", **changes) == 0
+    assert run(corpus, tmp_path / "parts", stop_at=stop_at, **changes) == 0
+    assert not (tmp_path / "parts" / "summary.json").exists()
+    assert run(corpus, tmp_path / "parts", **changes) == 0
+    assert contents(tmp_path / "whole") == contents(tmp_path / "parts")
+
+
+def test_resumed_from_an_older_checkpoint_repeats_what_came_after(corpus, tmp_path):
+    """As after kill -9: the log is ahead of last.pt, and its last line is torn."""
+    assert run(corpus, tmp_path / "whole") == 0
+    assert run(corpus, tmp_path / "parts", stop_at=10) == 0
+    older = (tmp_path / "parts" / "last.pt").read_bytes()
+    assert run(corpus, tmp_path / "parts", stop_at=25) == 0
+    (tmp_path / "parts" / "last.pt").write_bytes(older)
+    with open(tmp_path / "parts" / "log.jsonl", "a") as file:
+        file.write('{"step": 26, "train_lo')
+    assert run(corpus, tmp_path / "parts") == 0
+    assert contents(tmp_path / "whole") == contents(tmp_path / "parts")
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_exits(corpus, tmp_path, number, code):
+    made = SMALL | {"dataset": str(corpus), "max_iters": 3000, "log_interval": 1}
+    (tmp_path / "config.toml").write_text(config.build(config.Config, made).toml())
+    command = [sys.executable, str(ROOT / "train.py"), str(tmp_path / "config.toml"), "--out_dir", str(tmp_path / "run")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 60
+    while time.time() < deadline and not (tmp_path / "run" / "log.jsonl").exists():
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code and "Traceback" not in err
+    step = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"]
+    assert 0 < step < 3000 and f"stopped at step {step} of 3000 and saved" in out
+
+
+def test_a_finished_run_says_so_and_keeps_its_bytes(corpus, run_folder, capsys):
+    before = {p.name: p.read_bytes() for p in run_folder.iterdir()}
+    assert run(corpus, run_folder, seed=1) == 0
+    assert "finished at step 30" in capsys.readouterr().out
+    assert {p.name: p.read_bytes() for p in run_folder.iterdir()} == before
+
+
+def test_a_larger_max_iters_goes_on_and_says_so(corpus, tmp_path, capsys):
+    assert run(corpus, tmp_path / "run") == 0
+    assert run(corpus, tmp_path / "run", max_iters=40) == 0
+    assert "max_iters grows from 30 to 40" in capsys.readouterr().out
+    assert [r["step"] for r in logs.read(tmp_path / "run", "log.jsonl") if "train_loss" in r] == [10, 20, 30, 40]
+    with pytest.raises(config.UserError, match="max_iters = 40, not 30"):
+        run(corpus, tmp_path / "run")
+
+
+def test_overwrite_begins_anew(corpus, tmp_path):
+    assert run(corpus, tmp_path / "run", seed=1) == 0
+    assert run(corpus, tmp_path / "run", seed=2, overwrite=True, stop_at=1) == 0
+    assert logs.read(tmp_path / "run", "lengths.jsonl") == []
+
+
+def test_encodings_see_identical_batches_and_start_alike(corpus, tmp_path, monkeypatch):
+    seen = {}
+    original = train.update
+
+    def recording(model, optimizers, x, y, step, made, autocast):
+        if step == 0:
+            shared = {k: v.clone() for k, v in model.state_dict().items() if not k.startswith("position")}
+            seen[made.position] = (shared, [])
+        seen[made.position][1].append(x.clone())
+        return original(model, optimizers, x, y, step, made, autocast)
+
+    monkeypatch.setattr(train, "update", recording)
+    for position in POSITIONS:
+        # Another evaluation interval must not change training either.
+        assert run(corpus, tmp_path / position, position=position, eval_interval=7 if position == "none" else 10) == 0
+    weights, inputs = seen["none"]
+    for position in POSITIONS:
+        assert all(torch.equal(seen[position][0][k], weights[k]) for k in weights)
+        assert all(torch.equal(a, b) for a, b in zip(seen[position][1], inputs))
+
+
+def test_evaluation_settings_do_not_change_training(corpus, tmp_path):
+    assert run(corpus, tmp_path / "a", dropout=0.1) == 0
+    assert run(corpus, tmp_path / "b", dropout=0.1, eval_interval=3, eval_windows=4, length_interval=9, log_interval=1) == 0
+    last = [torch.load(tmp_path / name / "last.pt", weights_only=True)["model"] for name in "ab"]
+    assert all(torch.equal(last[0][k], last[1][k]) for k in last[0])
+
+
+def test_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(corpus, tmp_path, monkeypatch, capsys):
+    assert run(corpus, tmp_path / "run", stop_at=20) == 0
+    before = (tmp_path / "run" / "last.pt").read_bytes()
+    original = GPT.loss
+    calls = []
+
+    def poisoned(self, ids, targets):
+        calls.append(1)
+        return original(self, ids, targets) * (float("nan") if len(calls) == 5 else 1)
+
+    monkeypatch.setattr(GPT, "loss", poisoned)
+    argv = [f"--{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in SMALL.items()]
+    assert train.main([*argv, "--dataset", str(corpus), "--out_dir", str(tmp_path / "run")]) == 3
+    error = capsys.readouterr().err
+    assert "step 25: loss nan, learning rate" in error and "gradient norm nan" in error
+    assert (tmp_path / "run" / "last.pt").read_bytes() == before
+
+
+def test_stops_at_the_target_loss_over_the_whole_validation_split(corpus, tmp_path):
+    assert run(corpus, tmp_path / "run", max_iters=300, target_val_loss=2.2) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["final_val_loss"] <= 2.2 and summary["step"] < 300
+    last = [r for r in logs.read(tmp_path / "run", "log.jsonl") if "val_loss" in r][-1]
+    assert last["windows"] == (1200 - 1) // 32 and last["val_loss"] == summary["final_val_loss"]
+
+
+def test_summary_and_log_hold_what_the_design_promises(run_folder):
+    summary = json.loads((run_folder / "summary.json").read_text())
+    model = GPT(small(seed=1), 10)
+    assert summary["tokens"] == 30 * 4 * 32 and summary["step"] == 30
+    assert summary["parameters"] > sum(p.numel() for p in model.blocks.parameters())
+    for key in ("final_val_loss", "best_val_loss", "best_step", "seconds", "python", "torch", "numpy", "git_commit",
+                "data_sha256", "device", "dtype", "compile", "threads"):
+        assert key in summary
+    first = logs.read(run_folder, "log.jsonl")[0]
+    assert {"step", "tokens", "seconds", "train_loss", "lr", "tokens_per_second"} <= first.keys()
+    assert config.build(config.Config, config.read_toml(run_folder / "config.toml")) == small(
+        dataset=config.read_toml(run_folder / "config.toml")["dataset"], out_dir=str(run_folder), seed=1)
+
+
+def test_logged_loss_is_the_mean_over_the_batch(corpus, tmp_path):
+    assert run(corpus, tmp_path / "run", gradient_accumulation_steps=2, log_interval=1, max_iters=6, warmup_iters=2) == 0
+    made = small(dataset=str(corpus), gradient_accumulation_steps=2)
+    data = load_data(made)
+    x, y = next(batches(data.train, 8, 32, made.seed))
+    expected = GPT(made, data.tokenizer.vocab_size).losses(torch.from_numpy(x), torch.from_numpy(y)).mean().item()
+    assert logs.read(tmp_path / "run", "log.jsonl")[0]["train_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_changed_text_is_refused_on_resume(tmp_path):
+    from tests.conftest import text
+
+    (tmp_path / "text.txt").write_text(text(12_000))
+    assert run(tmp_path / "text.txt", tmp_path / "run", stop_at=10) == 0
+    (tmp_path / "text.txt").write_text(text(12_000, seed=1))
+    with pytest.raises(config.UserError, match="has changed since this run began"):
+        run(tmp_path / "text.txt", tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("position", POSITIONS)
+def test_compiled_training_equals_eager(corpus, tmp_path, position):
+    for compiled in (False, True):
+        assert run(corpus, tmp_path / str(compiled), position=position, compile=compiled, log_interval=1, max_iters=10) == 0
+    eager, fast = ([r["train_loss"] for r in logs.read(tmp_path / name, "log.jsonl") if "train_loss" in r]
+                   for name in ("False", "True"))
+    np.testing.assert_allclose(eager, fast, rtol=1e-4)
