@@ -35,15 +35,14 @@ def read_run(folder):
 
 
 def latest(records):
-    """-> {curve's name: {context: record}} of the last step of each checkpoint and scaling that was measured."""
-    curves = defaultdict(dict)
-    for record in sorted(records, key=lambda r: (r["step"], r["context"])):
+    """-> {name of a scaling, "" for none: {context: record}}, of each scaling the curve that was measured last."""
+    curves = {}
+    for record in records:
         name = "" if record["scaling"] == "none" else f"{record['scaling']}-{record['factor']}"
-        name += " (last)" if record["checkpoint"] == "last" and any(r["checkpoint"] == "best" for r in records) else ""
-        if any(r["step"] < record["step"] for r in curves[name].values()):
+        if name not in curves or logs.curve(record) != logs.curve(next(iter(curves[name].values()))):
             curves[name] = {}
         curves[name][record["context"]] = record
-    return dict(curves)
+    return curves
 
 
 def groups(runs):
@@ -81,8 +80,8 @@ def table(folders):
             losses = [spread([run["lengths"].get(key, {}).get(c, {}).get("loss") for run in members], 3) for c in contexts]
             rows.append((head if number == 0 else [f"  {key}", *[""] * 6]) + losses)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths)))
-                     .rstrip() for row in rows)
+    lines = [[cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))] for row in rows]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def draw(folders, path):

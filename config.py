@@ -73,9 +73,9 @@ class Config(Options):
     """Biases in linear layers and layer norms."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalization before attention and MLP."""
-    activation: Literal["gelu", "relu2", "swiglu"] = "relu2"
+    activation: Literal["gelu", "relu2", "swiglu"] = "gelu"
     """Nonlinearity of the MLP; relu2 is the square of relu."""
-    qk_norm: bool = True
+    qk_norm: bool = False
     """Normalize each head's queries and keys before they are rotated."""
     tied: bool = True
     """One matrix for token embeddings and output logits."""
@@ -115,6 +115,8 @@ class Config(Options):
     """Highest learning rate of adamw."""
     muon_learning_rate: float = Field(0.02, gt=0)
     """Highest learning rate of muon; it follows the same schedule."""
+    muon_momentum: float = Field(0.9, ge=0, lt=1)
+    """Momentum of muon; short runs want less than the usual 0.95."""
     min_lr: float = Field(0.0, ge=0)
     """Where learning_rate ends."""
     lr_decay: Literal["cosine", "linear"] = "linear"
@@ -311,7 +313,8 @@ def read_toml(path):
         return tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
         near = [str(p) for p in sorted(Path(path).parent.glob("*.toml"))]
-        raise UserError(f"{path}: no such config file", nearest(str(path), near) if near else "give a TOML file's path") from None
+        advice = nearest(str(path), near) if near else "give the path of a TOML file"
+        raise UserError(f"{path}: no such config file", advice) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path}: not a readable TOML file", f"{error}") from None
 

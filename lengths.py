@@ -189,7 +189,7 @@ def main(argv):
     if data.sha256 != restored.data_sha256:
         raise UserError(f"dataset = {restored.config.dataset}: the text has changed since {restored.folder} was trained",
                         "its curves would not be comparable; train again with --overwrite")
-    tracker = logs.TRACKERS[restored.config.wandb](restored.folder, restored.config)
+    tracker = logs.TRACKERS[restored.trained.wandb](restored.folder, restored.trained)
     measure(restored.folder, restored.model, restored.step, options.checkpoint, data, tracker, options.contexts)
     tracker.finish({})
     return 0

@@ -20,13 +20,14 @@ def curve(record):
 
 
 def read(folder, name):
-    """-> the records of folder/name in order, the last of each identity. A last line cut off by a crash does not count."""
+    """-> the records of folder/name in order, of each identity the last. A last line cut off by a crash does not count."""
     path, records = Path(folder, name), {}
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             if line:
                 record = json.loads(line)
+                records.pop(IDENTITY[name](record), None)
                 records[IDENTITY[name](record)] = record
         except (ValueError, KeyError, TypeError):
             if number < len(lines):
@@ -115,8 +116,9 @@ class Wandb:
             return
         first = by_context[0]
         name = f"{first['scaling']}-{first['factor']}"
-        written = [r for name in ("lengths.jsonl", "positions.jsonl") for r in read(self.folder, name) if r["step"] == first["step"]]
-        number = first["step"] * self.ROOM + 2 + len(written) - len(by_context) - len(by_position)
+        written = read(self.folder, "lengths.jsonl") + read(self.folder, "positions.jsonl")
+        earlier = sum(r["step"] == first["step"] for r in written) - len(by_context) - len(by_position)
+        number = first["step"] * self.ROOM + 2 + earlier
         rows = [{"lengths/context": r["context"], **{f"lengths/{name}/{k}": r[k] for k in ("loss", "stderr", "bpb")}}
                 for r in by_context]
         rows += [{"positions/position": r["position"], f"positions/{name}/loss": r["loss"]} for r in by_position]

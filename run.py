@@ -107,7 +107,8 @@ class Restored:
     folder: Path
     checkpoint: str
     step: int
-    config: Config
+    trained: Config  # as it was trained
+    config: Config  # as it is evaluated
     model: GPT
     tokenizer: tokenizer.Tokenizer
     data_sha256: str
@@ -135,7 +136,7 @@ def restore(folder, checkpoint="best", **changes):
     model = GPT(config, text.vocab_size)
     fill(model, content["model"], folder / f"{checkpoint}.pt")
     model = model.to(resolved["device"]).eval()
-    return Restored(folder, checkpoint, content["step"], config, model, text, content["data_sha256"])
+    return Restored(folder, checkpoint, content["step"], trained, config, model, text, content["data_sha256"])
 
 
 def refuse_difference(before, now):

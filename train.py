@@ -93,7 +93,7 @@ def update(model, optimizers, x, y, step, config, autocast):
         loss.backward()
         total += loss.item()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf).item()
-    if not math.isfinite(total):
+    if not math.isfinite(total + norm):
         raise NotFinite(f"step {step + 1}: loss {total}, learning rate {optimizers[0].param_groups[0]['lr']:.3g}, "
                         f"gradient norm {norm:.3g}")
     for optimizer in optimizers:
@@ -117,7 +117,6 @@ def train(config):
     data = load_data(config)
     machine = run.begin(data)
     torch.set_num_threads(machine["threads"])
-    torch.set_float32_matmul_precision("high")  # TF32 where a GPU has it; nothing changes on CPUs
     keep_memory()
     model = GPT(config, data.tokenizer.vocab_size).to(machine["device"])
     optimizers = optim.build(model, config)

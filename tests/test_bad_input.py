@@ -167,11 +167,11 @@ def test_scaling_of_a_run_without_rope_is_refused(copy):
         refused(lambda program=program: program.main([str(copy), "--rope_scaling", "yarn"]), 'needs position = "rope"')
 
 
-@pytest.mark.parametrize("argv", [["--tokens", "999999999999"], ["--tokens", "3", "--temperature", "1e-40"],
-                                  ["--tokens", "3", "--temperature", "1e-320"], ["--tokens", "3", "--top_k", "9" * 30]])
-def test_extreme_numbers_end_without_a_traceback(argv, run_folder, capsys):
+@pytest.mark.parametrize("argv", [["--temperature", "1e-40"], ["--temperature", "1e-320"], ["--temperature", "1e300"],
+                                  ["--top_k", "9" * 30], ["--top_p", "1e-300"]])
+def test_extreme_numbers_end_without_a_traceback(argv, run_folder):
     try:
-        assert sample.main([str(run_folder), *argv]) == 0
+        assert sample.main([str(run_folder), "--tokens", "3", *argv]) == 0
     except UserError as error:
         assert len(str(error).splitlines()) == 2
 
@@ -330,7 +330,8 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("program, checkpoint", [("sample", "best"), ("lengths", "best"), ("lengths", "last"), ("train", "last")])
+@pytest.mark.parametrize("program, checkpoint", [("sample", "best"), ("lengths", "best"), ("lengths", "last"),
+                                                 ("train", "last")])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_or_foreign_checkpoint_is_named_and_nothing_is_lost(damage, program, checkpoint, copy):
     if (damage, program) == ("missing", "train"):
@@ -374,7 +375,7 @@ def test_damaged_line_is_named_and_nothing_is_lost(name, line, copy, here):
     assert contents(copy) == before and contents(here) == {}
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", '{"parameters": "x"}'])
+@pytest.mark.parametrize("content", ["{", "[1]"])
 def test_damaged_summary_is_named(content, copy, here):
     (copy / "summary.json").write_text(content, encoding="utf-8")
     refused(lambda: compare.main([str(copy)]), "summary.json")

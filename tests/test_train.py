@@ -62,8 +62,10 @@ def test_accumulated_gradients_equal_the_larger_batch():
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"optimizer": "adamw", "position": "learned"},
-    {"dropout": 0.2, "gradient_accumulation_steps": 2, "position": "sinusoidal"}, {"length_interval": 10, "position": "none", "max_iters": 31}])
+    {},
+    {"optimizer": "adamw", "position": "learned"},
+    {"dropout": 0.2, "gradient_accumulation_steps": 2, "position": "sinusoidal"},
+    {"length_interval": 10, "position": "none", "max_iters": 31}])
 @pytest.mark.parametrize("stop_at", [7, 20])
 def test_stopped_and_resumed_equals_never_stopped(corpus, tmp_path, changes, stop_at):
     assert run(corpus, tmp_path / "whole", **changes) == 0

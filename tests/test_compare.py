@@ -1,0 +1,234 @@
+"""Runs side by side, and the lines of JSON that everything is read from."""
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import compare
+import config
+import logs
+from config import UserError
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def make(tmp_path):
+    """-> a function that writes the folder of a run, finished unless told otherwise."""
+    def write(name, loss=2.0, finished=True, log=True, contexts=(16, 32), scaling="none", **changes):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.toml").write_text(config.build(config.Config, {"block_size": 32, **changes}).toml(), encoding="utf-8")
+        if log:
+            logs.append(folder, "log.jsonl", [
+                {"step": 10, "train_loss": 3.0, "tokens_per_second": 1000}, {"step": 10, "val_loss": 3.1, "val_stderr": 0.1},
+                {"step": 20, "train_loss": loss, "tokens_per_second": 3000}, {"step": 20, "val_loss": loss, "val_stderr": 0.1}])
+        if finished:
+            logs.append(folder, "lengths.jsonl", [curve(c, loss + c / 100, scaling) for c in contexts])
+            summary = {"parameters": 12345, "final_val_loss": loss, "best_val_loss": loss - 0.1, "best_val_bpb": loss / 2}
+            (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+        return folder
+    return write
+
+
+def curve(context, loss, scaling="none", factor=1.0, step=20, checkpoint="best"):
+    return {"step": step, "checkpoint": checkpoint, "scaling": scaling, "factor": factor, "finetuned": False,
+            "context": context, "loss": loss, "stderr": 0.01}
+
+
+def rows(folders):
+    """-> {first cell of a row: the others}"""
+    lines = compare.table(folders).splitlines()
+    return {line.split("  ")[0] or line.split()[0]: line[len(line.split("  ")[0]):].split() for line in lines}
+
+
+def test_comparing_imports_no_torch(make, tmp_path):
+    code = (f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); import compare; "
+            f"compare.main([{str(make('rope-1'))!r}, '--picture', 'x.png']); assert 'matplotlib' in sys.modules; "
+            "assert not {'torch', 'wandb'} & set(sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "rope-1" in done.stdout and (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_table_has_a_row_for_each_run(make):
+    table = rows([make("rope-1", 2.0), make("learned-1", 2.5, position="learned", contexts=(16,))])
+    assert table["run"] == ["encoding", "parameters", "final", "best", "bits/byte", "tokens/s", "at", "16", "at", "32"]
+    assert table["rope-1"] == ["rope", "12,345", "2.0000", "1.9000", "1.0000", "2,000", "2.160", "2.320"]
+    assert table["learned-1"] == ["learned", "12,345", "2.5000", "2.4000", "1.2500", "2,000", "2.660", "-"]
+
+
+def test_runs_that_differ_only_in_the_seed_are_one_row(make):
+    folders = [make(f"rope-{seed}", loss, seed=seed, out_dir=f"out/rope-{seed}") for seed, loss in ((1, 2.0), (2, 2.1), (3, 2.5))]
+    table = rows([*folders, make("deep-1", seed=1, n_layer=8)])
+    assert list(table) == ["run", "rope (3 seeds)", "deep-1"]
+    mean, sd = 2.2, math.sqrt((0.04 + 0.01 + 0.09) / 2)
+    assert table["rope (3 seeds)"][2] == f"{mean:.4f}±{sd:.4f}" and table["rope (3 seeds)"][6] == f"{mean + 0.16:.3f}±{sd:.3f}"
+    assert "±" not in "".join(table["deep-1"])
+
+
+@pytest.mark.parametrize("key, value", [("learning_rate", 0.1), ("rope_fraction", 0.5), ("dataset", "other.txt"),
+                                        ("max_iters", 900)])
+def test_runs_that_differ_in_anything_else_are_apart(key, value, make):
+    assert len(rows([make("a-1", seed=1), make("a-2", seed=2, **{key: value})])) == 3
+
+
+@pytest.mark.parametrize("key, value", [("wandb", "disabled"), ("log_interval", 5), ("checkpoint_interval", 7)])
+def test_keys_that_compute_nothing_do_not_keep_runs_apart(key, value, make):
+    assert len(rows([make("a-1", seed=1), make("a-2", seed=2, **{key: value})])) == 2
+
+
+def test_the_same_folder_twice_is_one_run(make):
+    folder = make("rope-1")
+    table = compare.table([folder, folder])
+    assert "seeds" not in table and "±" not in table
+
+
+def test_further_scalings_have_rows_of_their_own(make):
+    folder = make("rope-1")
+    logs.append(folder, "lengths.jsonl", [curve(64, 2.9, "yarn", "auto"), curve(64, 2.8, "linear", 4.0)])
+    lines = compare.table([folder]).splitlines()
+    assert [line.split()[0] for line in lines] == ["run", "rope-1", "yarn-auto", "linear-4.0"] or \
+           [line.split()[0] for line in lines] == ["run", "rope-1", "linear-4.0", "yarn-auto"]
+    assert {line.split()[0]: line.split()[1:] for line in lines[2:]} == {"yarn-auto": ["-", "-", "2.900"],
+                                                                         "linear-4.0": ["-", "-", "2.800"]}
+
+
+def test_a_curve_is_that_of_its_last_step():
+    records = [curve(16, 1.0, step=10), curve(32, 1.1, step=10), curve(64, 1.2, step=10), curve(16, 2.0), curve(32, 2.1)]
+    for order in (records, records[::-1]):
+        assert {c: r["loss"] for c, r in compare.latest(order)[""].items()} == {16: 2.0, 32: 2.1}
+
+
+def test_best_and_last_checkpoint_are_two_curves():
+    curves = compare.latest([curve(16, 1.0), curve(16, 2.0, checkpoint="last", step=30)])
+    assert {name: c[16]["loss"] for name, c in curves.items()} == {"": 1.0, " (last)": 2.0}
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_unfinished_run_has_dashes(log, make, tmp_path):
+    folder = make("rope-1", finished=False, log=log)
+    assert rows([folder])["rope-1"] == ["rope", "-", "-", "-", "-", "2,000" if log else "-"]
+    compare.draw([folder], tmp_path / "x.png")
+    assert rows([folder, make("rope-2", seed=2)])["rope (2 seeds)"][:3] == ["rope", "12,345", "2.0000"]
+
+
+@pytest.mark.parametrize("name, start", [("x.png", b"\x89PNG"), ("x.svg", b"<?xml"), ("x.pdf", b"%PDF")])
+def test_picture_is_written(name, start, make, tmp_path, capsys):
+    folders = [make("rope-1"), make("rope-2", seed=2), make("none-1", position="none"), make("new-1", finished=False, n_layer=1)]
+    assert compare.main([*map(str, folders), "--picture", str(tmp_path / name)]) == 0
+    assert (tmp_path / name).read_bytes().startswith(start) and f"picture: {tmp_path / name}" in capsys.readouterr().out
+
+
+def test_picture_has_the_curves_and_the_training_length(make, tmp_path, monkeypatch):
+    from matplotlib import pyplot as plt
+
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    compare.draw([make("rope-1"), make("learned-1", position="learned")], tmp_path / "x.png")
+    left, right = plt.gcf().axes
+    assert [t.get_text() for t in left.get_legend().get_texts()] == ["rope-1", "learned-1"]
+    assert [line.get_ydata().tolist() for line in left.lines[1::2]] == [[3.1, 2.0]] * 2
+    curves = [container.lines[0] for container in right.containers]
+    assert [line.get_xdata().tolist() for line in curves] == [[16, 32]] * 2
+    assert curves[0].get_ydata().tolist() == pytest.approx([2.16, 2.32])
+    assert len({(line.get_color(), line.get_marker()) for line in curves}) == 2
+    assert [a.get_text() for a in right.texts] == ["trained at 32"] and right.get_xscale() == "log"
+
+
+@pytest.mark.parametrize("name", ["x.unknown", "no/such/folder/x.png", "."])
+def test_picture_that_cannot_be_written_is_named(name, make, tmp_path):
+    from matplotlib import pyplot as plt
+
+    before = plt.get_fignums()
+    with pytest.raises(UserError, match="cannot be written"):
+        compare.main([str(make("rope-1")), "--picture", str(tmp_path / name)])
+    assert plt.get_fignums() == before
+
+
+def test_comparing_writes_nothing_into_the_runs(run_folder, tmp_path, capsys):
+    before = {p: p.read_bytes() for p in run_folder.iterdir()}
+    assert compare.main([str(run_folder), "--picture", str(tmp_path / "x.png")]) == 0
+    assert {p: p.read_bytes() for p in run_folder.iterdir()} == before and "-" not in capsys.readouterr().out.split("\n")[1].split()
+
+
+# Lines of JSON
+
+
+def test_a_later_line_replaces_an_earlier_one(tmp_path):
+    first = [{"step": 1, "train_loss": 3.0}, {"step": 1, "val_loss": 4.0}, {"step": 2, "train_loss": 2.0}]
+    logs.append(tmp_path, "log.jsonl", first)
+    logs.append(tmp_path, "log.jsonl", [{"step": 1, "train_loss": 9.0}])
+    assert logs.read(tmp_path, "log.jsonl") == [{"step": 1, "train_loss": 9.0}, *first[1:]]
+    assert len((tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines()) == 4
+
+
+@pytest.mark.parametrize("key, value", [("step", 30), ("checkpoint", "last"), ("scaling", "ntk"), ("factor", 2.0),
+                                        ("finetuned", True), ("context", 64)])
+def test_other_measurements_stay(key, value, tmp_path):
+    logs.append(tmp_path, "lengths.jsonl", [curve(16, 1.0), curve(16, 1.0) | {key: value}])
+    assert len(logs.read(tmp_path, "lengths.jsonl")) == 2
+
+
+@pytest.mark.parametrize("torn", ['{"step": 2, "train', '{"st', '"', "{}", '\xff'])
+def test_a_last_line_cut_off_by_a_crash_does_not_count(torn, tmp_path):
+    (tmp_path / "log.jsonl").write_bytes(b'{"step": 1, "train_loss": 3.0}\n' + torn.encode("latin-1"))
+    assert logs.read(tmp_path, "log.jsonl") == [{"step": 1, "train_loss": 3.0}]
+
+
+@pytest.mark.parametrize("damaged", ['{"step": 2, "train', "nonsense", "[]", "3", "null", '{"loss": 3}', '{"step": [1]}'])
+def test_a_damaged_line_before_others_is_refused_by_number(damaged, tmp_path):
+    (tmp_path / "log.jsonl").write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 3}}\n', encoding="utf-8")
+    with pytest.raises(UserError, match="line 2"):
+        logs.read(tmp_path, "log.jsonl")
+
+
+def test_missing_log_is_an_empty_one(tmp_path):
+    assert logs.read(tmp_path, "log.jsonl") == []
+
+
+def test_what_is_appended_after_a_torn_line_is_read(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"ste', encoding="utf-8")
+    logs.append(tmp_path, "log.jsonl", [{"step": 2}])
+    logs.append(tmp_path, "log.jsonl", [{"step": 3}])
+    assert [r["step"] for r in logs.read(tmp_path, "log.jsonl")] == [1, 2, 3]
+
+
+def test_keep_leaves_what_is_wanted_and_nothing_torn(tmp_path):
+    logs.append(tmp_path, "log.jsonl", [{"step": s, "train_loss": s / 7} for s in (1, 2, 3, 2)])
+    with open(tmp_path / "log.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"step": 4')
+    logs.keep(tmp_path, "log.jsonl", lambda r: r["step"] <= 2)
+    lines = (tmp_path / "log.jsonl").read_text(encoding="utf-8")
+    assert [json.loads(line) for line in lines.splitlines()] == [{"step": s, "train_loss": s / 7} for s in (1, 2)]
+    assert lines.endswith("\n")
+    logs.keep(tmp_path, "lengths.jsonl", lambda r: True)
+    assert not (tmp_path / "lengths.jsonl").exists()
+
+
+def test_a_crash_while_replacing_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "last.pt"
+    logs.replace(path, b"old")
+
+    def crash(*_):
+        raise KeyboardInterrupt
+
+    for step in ("fsync", "replace"):
+        monkeypatch.setattr(logs.os, step, crash)
+        with pytest.raises(KeyboardInterrupt):
+            logs.replace(path, b"new and longer")
+        monkeypatch.undo()
+        assert path.read_bytes() == b"old"
+    logs.replace(path, b"new")
+    assert path.read_bytes() == b"new" and [p.name for p in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_an_interrupted_run_can_be_compared(run_folder, tmp_path, capsys):
+    folder = shutil.copytree(run_folder, tmp_path / "rope-1")
+    for name in ("summary.json", "lengths.jsonl", "positions.jsonl"):
+        (folder / name).unlink()
+    assert compare.main([str(folder), "--picture", str(tmp_path / "x.png")]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["rope-1", "rope", "-"]
