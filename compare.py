@@ -50,8 +50,11 @@ def groups(runs):
     found = defaultdict(list)
     for run in runs:
         found[tuple((k, v) for k, v in run["config"].model_dump().items() if k not in (*NEUTRAL, "seed"))].append(run)
-    return [(runs[0]["name"] if len(runs) == 1 else f"{runs[0]['name'].rpartition('-')[0]} ({len(runs)} seeds)", runs)
-            for runs in found.values()]
+    named = []
+    for members in found.values():
+        name, seed = members[0]["name"], members[0]["config"].seed
+        named.append((name if len(members) == 1 else f"{name.removesuffix(f'-{seed}')} ({len(members)} runs)", members))
+    return named
 
 
 def spread(values, digits=4):
@@ -63,25 +66,54 @@ def spread(values, digits=4):
     return mean if len(values) == 1 else f"{mean}±{statistics.stdev(values):.{digits}f}"
 
 
-def table(folders):
-    """One row a run, or a group of runs that differ only in the seed, and one for each further scaling measured."""
-    runs = [read_run(folder) for folder in folders]
-    contexts = sorted({c for run in runs for curve in run["lengths"].values() for c in curve})
-    rows = [["run", "encoding", "parameters", "final", "best", "bits/byte", "tokens/s", *(f"at {c}" for c in contexts)]]
-    for name, members in groups(runs):
-        summaries = [run["summary"] for run in members]
-        speeds = [statistics.median(r["tokens_per_second"] for r in run["log"] if "tokens_per_second" in r)
-                  if any("tokens_per_second" in r for r in run["log"]) else None for run in members]
-        head = [name, members[0]["config"].position, spread([s.get("parameters") for s in summaries], 0),
-                spread([s.get("final_val_loss") for s in summaries]), spread([s.get("best_val_loss") for s in summaries]),
-                spread([s.get("best_val_bpb") for s in summaries]), spread(speeds, 0)]
-        curves = dict.fromkeys(key for run in members for key in run["lengths"]) or {"": None}
-        for number, key in enumerate(curves):
-            losses = [spread([run["lengths"].get(key, {}).get(c, {}).get("loss") for run in members], 3) for c in contexts]
-            rows.append((head if number == 0 else [f"  {key}", *[""] * 6]) + losses)
+def same_windows(runs):
+    """Whether the curves of all runs are over the same windows of the same text."""
+    return len({(run["summary"].get("data_sha256"), run["config"].tokenizer, run["config"].vocab_size, run["config"].block_size,
+                 run["config"].length_windows) for run in runs}) == 1
+
+
+def paired(curves, bases, context):
+    """Mean over windows of (loss - loss of the bases in the same window) and its standard error, as text."""
+    ours, theirs = ([curve[context]["window_losses"] for curve in group if context in curve] for group in (curves, bases))
+    if not ours or not theirs:
+        return "-"
+    differences = [statistics.fmean(a) - statistics.fmean(b) for a, b in zip(zip(*ours), zip(*theirs))]
+    return f"{statistics.fmean(differences):+.3f}±{statistics.stdev(differences) / len(differences) ** 0.5:.3f}"
+
+
+def aligned(rows):
+    """Rows of cells as text: the first two columns to the left, numbers to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [[cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))] for row in rows]
     return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def table(folders):
+    """One row a run, or a group of runs that differ only in the seed, and one for each further scaling that was measured.
+
+    Below, where they were measured on the same windows, each curve's difference to the first: the standard error of a curve
+    is mostly that some windows are harder than others, for every encoding, and in a paired difference that cancels.
+    """
+    runs = [read_run(folder) for folder in folders]
+    contexts = sorted({c for run in runs for curve in run["lengths"].values() for c in curve})
+    rows = [["run", "encoding", "parameters", "final", "best", "bits/byte", "tokens/s", *(f"at {c}" for c in contexts)]]
+    differences = [["difference, paired by window", "", *(f"at {c}" for c in contexts)]]
+    bases = None
+    for name, members in groups(runs):
+        summaries = [run["summary"] for run in members]
+        speeds = [[r["tokens_per_second"] for r in run["log"] if "tokens_per_second" in r] for run in members]
+        head = [name, members[0]["config"].position, spread([summaries[0].get("parameters")], 0),
+                spread([s.get("final_val_loss") for s in summaries]), spread([s.get("best_val_loss") for s in summaries]),
+                spread([s.get("best_val_bpb") for s in summaries]), spread([statistics.median(s) for s in speeds if s], 0)]
+        for number, key in enumerate(sorted({key for run in members for key in run["lengths"]} or {""})):
+            curves = [run["lengths"].get(key, {}) for run in members]
+            losses = [spread([curve[c]["loss"] for curve in curves if c in curve], 3) for c in contexts]
+            rows.append((head if number == 0 else [f"  {key}", *[""] * 6]) + losses)
+            if bases is None:
+                bases, base = curves, f"{name} {key}".strip()
+            else:
+                differences.append([f"{name} {key}".strip(), f"- {base}", *(paired(curves, bases, c) for c in contexts)])
+    return aligned(rows) + ("\n\n" + aligned(differences) if len(differences) > 1 and same_windows(runs) else "")
 
 
 def draw(folders, path):

@@ -404,7 +404,7 @@ def test_prompt_file_that_is_not_utf8_is_named(run_folder, tmp_path):
 
 
 @pytest.mark.parametrize("words", [
-    ["train.py", "--positon", "rope"], ["sample.py", "no_run"], ["lengths.py", "no_run"], ["compare.py", "no_run"],
+    ["train.py", "--positon", "rope"], ["sample.py", "run", "--tokens", "0"], ["lengths.py"], ["compare.py", "no_run"],
     ["data/prepare.py", "--tokenizer", "nosuch"],
 ])
 def test_process_ends_with_two_lines_and_code_2(words, here):

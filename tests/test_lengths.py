@@ -67,6 +67,7 @@ def test_windows_are_spread_evenly():
 def test_all_the_room_is_used_where_there_is_little():
     assert window_ends(105, [0], 100, 50, 1).tolist() == [100, 101, 102, 103, 104]
     assert window_ends(100, [0], 100, 50, 1).tolist() == []
+    assert len(window_ends(110, [0], 100, 50, 2)) == 5 and np.diff(window_ends(111, [0], 100, 50, 2)).min() >= 2
 
 
 @pytest.mark.parametrize("length, longest", [(70, 32), (120, 64), (200, 128), (600, 512)])

@@ -1,0 +1,157 @@
+"""A real offline run, read back with wandb's own reader."""
+import json
+import os
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import lengths
+import logs
+import train
+from tests.conftest import small
+
+ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+
+
+def start(corpus, folder, **changes):
+    assert train.train(small(dataset=str(corpus), out_dir=str(folder), wandb="offline", **changes)) == 0
+
+
+def inspect(folder):
+    """-> for each offline run beside the folder, in order, {type of record: [record, ...]}."""
+    files = []
+    for path in sorted((folder.parent / "wandb").glob("offline-run-*/*.wandb")):
+        done = subprocess.run([sys.executable, "-m", "wandb", "leet", "inspect", "--json", path], capture_output=True,
+                              text=True, check=True, env=ENVIRONMENT)
+        records = {}
+        for line in done.stdout.splitlines():
+            record = json.loads(line)
+            records.setdefault(record["type"], []).append(record[record["type"]])
+        files.append(records)
+    return files
+
+
+def rows(file):
+    """-> [(step, {key: value})] of what was logged."""
+    return [(r["step"]["num"], r["item"]) for r in file["history"]]
+
+
+def column(files, *keys):
+    """-> the rows that have all the keys, as tuples."""
+    return [tuple(item[key] for key in keys) for file in files for _, item in rows(file) if all(key in item for key in keys)]
+
+
+@pytest.fixture(scope="module")
+def interrupted(corpus, tmp_path_factory):
+    """A run stopped at 15 of 30, continued, and measured with another scaling. -> (folder, what wandb has of it)."""
+    folder = tmp_path_factory.mktemp("out") / "rope-1"
+    patch = pytest.MonkeyPatch()
+    for key in [key for key in os.environ if key.startswith("WANDB_")]:
+        patch.delenv(key)
+    start(corpus, folder, stop_at=15)
+    first = (folder / "wandb_id.txt").read_text(encoding="utf-8")
+    start(corpus, folder)
+    assert (folder / "wandb_id.txt").read_text(encoding="utf-8") == first
+    assert lengths.main([str(folder), "--rope_scaling", "yarn", "--contexts", "32", "64"]) == 0
+    patch.undo()
+    return folder, inspect(folder)
+
+
+def test_id_is_kept_in_the_folder_and_taken_up_again(interrupted):
+    folder, files = interrupted
+    identity = (folder / "wandb_id.txt").read_text(encoding="utf-8").strip()
+    assert len(files) == 3 and {file["run"][0]["run_id"] for file in files} == {identity}
+
+
+def test_run_has_its_name_group_tags_and_config(interrupted):
+    folder, files = interrupted
+    written = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    for file in files:
+        run = file["run"][0]
+        assert run["display_name"] == folder.name == "rope-1"
+        assert (run["run_group"], run["tags"], run["project"]) == ("rope", ["rope"], "positions")
+        config = {key: value for key, value in run["config"]["update"].items() if not key.startswith("_")}
+        assert {k: v for k, v in config.items() if k != "stop_at"} == written
+
+
+def test_axes_are_defined(interrupted):
+    for file in interrupted[1]:
+        axes = {m["glob_name"]: m["step_metric"] for m in file["metric"] if "glob_name" in m}
+        assert axes == {"train/*": "step", "val/*": "step", "lengths/*": "lengths/context", "positions/*": "positions/position"}
+
+
+def test_steps_always_grow_and_nothing_is_dropped(interrupted):
+    folder, files = interrupted
+    for file in files:
+        steps = [step for step, _ in rows(file)]
+        assert steps == sorted(set(steps))
+    for log in (folder.parent / "wandb").glob("offline-run-*/logs/*.log"):
+        assert "step must be" not in log.read_text(encoding="utf-8").lower()
+
+
+def test_a_continued_run_never_writes_below_what_was_written_before(interrupted):
+    highest = -1
+    for file in interrupted[1]:
+        steps = [step for step, _ in rows(file)]
+        assert steps[0] > highest
+        highest = max(steps)
+
+
+def test_rows_of_the_log_are_those_of_the_file(interrupted):
+    folder, files = interrupted
+    log = logs.read(folder, "log.jsonl")
+    assert column(files, "step", "train/loss") == [(r["step"], r["train_loss"]) for r in log if "train_loss" in r]
+    final = dict(column(files, "step", "val/loss"))
+    assert final == {r["step"]: r["val_loss"] for r in log if "val_loss" in r} and set(final) == {10, 20, 30}
+    keys = {key for file in files for _, item in rows(file) for key in item if key.startswith(("train/", "val/"))}
+    assert keys >= {"train/lr", "train/grad_norm", "train/tokens_per_second", "val/stderr", "val/bpb"}
+
+
+@pytest.mark.parametrize("scaling, factor", [("none", 1.0), ("yarn", "auto")])
+def test_rows_of_the_curves_are_those_of_the_files(scaling, factor, interrupted):
+    folder, files = interrupted
+    for name, key, values in (("lengths", "context", ("loss", "stderr", "bpb")), ("positions", "position", ("loss",))):
+        written = [(r[key], *(r[v] for v in values)) for r in logs.read(folder, f"{name}.jsonl") if r["scaling"] == scaling]
+        assert column(files, f"{name}/{key}", *(f"{name}/{scaling}-{factor}/{v}" for v in values)) == written and written
+
+
+@pytest.mark.parametrize("scaling", ["none-1.0", "yarn-auto"])
+def test_curve_is_a_chart_as_well(scaling, interrupted):
+    tables = (interrupted[0].parent / "wandb").rglob(f"{scaling}*.table.json")
+    data = [json.loads(path.read_text(encoding="utf-8")) for path in tables]
+    assert len(data) == 1 and data[0]["columns"] == ["context", "loss"]
+    losses = {r["context"]: r["loss"] for r in logs.read(interrupted[0], "lengths.jsonl") if scaling.startswith(r["scaling"])}
+    assert dict(data[0]["data"]) == losses
+
+
+def test_summary_has_the_end_of_the_run(interrupted):
+    folder, files = interrupted
+    summary = {}
+    for record in files[1]["summary"]:
+        summary |= record["update"]
+    written = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert {key: summary[key] for key in ("best_val_loss", "final_val_loss", "parameters", "step")} == {
+        key: written[key] for key in ("best_val_loss", "final_val_loss", "parameters", "step")}
+
+
+def test_curve_of_an_earlier_checkpoint_is_not_dropped(corpus, tmp_path, monkeypatch):
+    folder, evaluate, calls = tmp_path / "rope-1", lengths.evaluate, []
+
+    def worse_each_time(*arguments):
+        calls.append(arguments)
+        return evaluate(*arguments) | {"val_loss": 3.0 + len(calls)}
+
+    monkeypatch.setattr(lengths, "evaluate", worse_each_time)
+    start(corpus, folder, length_interval=20)
+    records = logs.read(folder, "lengths.jsonl")
+    assert {(r["checkpoint"], r["step"]) for r in records} == {("last", 20), ("best", 10)}
+    seen = column(inspect(folder), "lengths/context", "lengths/none-1.0/loss")
+    assert sorted(seen) == sorted((r["context"], r["loss"]) for r in records)
+
+
+def test_disabled_writes_nothing_and_imports_nothing(corpus, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
+    assert train.train(small(dataset=str(corpus), out_dir=str(tmp_path / "out" / "a"), max_iters=6)) == 0
+    assert not [path for path in tmp_path.rglob("*") if "wandb" in path.name]
