@@ -29,7 +29,9 @@ def read_run(folder):
         try:
             summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         except ValueError:
-            raise UserError(f"{folder / 'summary.json'}: not a summary of this program", "run train.py on it again") from None
+            summary = None
+        if not isinstance(summary, dict):
+            raise UserError(f"{folder / 'summary.json'}: not a summary of this program", "run train.py on it again")
     return {"name": folder.name, "config": build(Config, read_toml(folder / "config.toml")), "summary": summary,
             "log": logs.read(folder, "log.jsonl"), "lengths": latest(logs.read(folder, "lengths.jsonl"))}
 
@@ -164,7 +166,8 @@ def draw(folders, path):
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be written", str(error)) from None
-    plt.close(figure)
+    finally:
+        plt.close(figure)
 
 
 class Compare(Options):
@@ -180,9 +183,11 @@ def main(argv):
     options = build(Compare, values)
     if not folders:
         raise UserError("no run folders given", "usage: python compare.py RUN RUN ... [--picture PATH]")
+    folders = list({Path(folder).resolve(): folder for folder in folders}.values())
+    picture = options.picture if Path(options.picture).suffix else f"{options.picture}.png"
     print(table(folders))
-    draw(folders, options.picture)
-    print(f"picture: {options.picture}")
+    draw(folders, picture)
+    print(f"picture: {picture}")
     return 0
 
 

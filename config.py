@@ -40,7 +40,8 @@ class UserError(Exception):
         self.problem, self.advice = problem, advice
 
     def __str__(self):
-        return f"error: {self.problem}\n       {self.advice}"
+        problem, advice = (" ".join(text.split("\n")) for text in (self.problem, self.advice))  # two lines, whatever is quoted
+        return f"error: {problem}\n       {advice}"
 
 
 class Options(BaseModel):
@@ -105,11 +106,11 @@ class Config(Options):
     # ---- training
     optimizer: Literal["adamw", "muon"] = "muon"
     """adamw for everything, or muon for the matrices of the blocks and adamw for the rest."""
-    batch_size: int = Field(16, ge=1)
+    batch_size: int = Field(8, ge=1)
     """Windows in a micro-batch."""
     gradient_accumulation_steps: int = Field(1, ge=1)
     """Micro-batches in an iteration."""
-    max_iters: int = Field(600, ge=1)
+    max_iters: int = Field(400, ge=1)
     """Iterations in the run."""
     learning_rate: float = Field(3e-3, gt=0)
     """Highest learning rate of adamw."""
@@ -137,7 +138,7 @@ class Config(Options):
     """Seeds initial weights, batches, dropout, each from a generator of its own."""
     target_val_loss: float | None = Field(None, gt=0)
     """Stop at the first evaluation whose loss over the whole validation split is at most this."""
-    stop_at: int | None = Field(None, ge=0)
+    stop_at: int | None = Field(None, ge=1)
     """Stop after this iteration, saved, to be continued later."""
 
     # ---- evaluation
@@ -151,7 +152,7 @@ class Config(Options):
     """Iterations between writings of last.pt."""
     length_interval: int = Field(0, ge=0)
     """Iterations between length curves; 0 = at the end only."""
-    length_windows: int = Field(128, ge=2)
+    length_windows: int = Field(64, ge=2)
     """Windows behind every point of a length curve."""
 
     # ---- machine
@@ -222,8 +223,9 @@ class Config(Options):
 
     def toml(self):
         """The effective config as text that `read` reads again; keys without a value are left out."""
-        return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
+        text = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
                        for key, value in self.model_dump(exclude_none=True).items())
+        return text.replace("\x7f", "\\u007f")  # the one character that JSON allows in a string and TOML does not
 
 
 def contradiction(config, key, why):
@@ -255,6 +257,11 @@ def allowed(field):
     return " or ".join(words(field.annotation, field.metadata))
 
 
+def takes(field, kind):
+    """Whether a pydantic field accepts values of this type."""
+    return kind in (field.annotation, *typing.get_args(field.annotation))
+
+
 def parse(argv, model):
     """Split a command line by the keys of `model`: -> (positional words, {key: value as text})."""
     words, values, i = [], {}, 0
@@ -270,18 +277,20 @@ def parse(argv, model):
             key, value = key[3:], "false"
         elif field is None:
             raise UserError(f"--{key}: no such key", nearest(key, list(model.model_fields)))
+        elif equals and takes(field, list[int]):
+            value = value.split(",")
         elif not equals:
             following = argv[i] if i < len(argv) and not argv[i].startswith("--") else None
-            if bool in (field.annotation, *typing.get_args(field.annotation)):
+            if takes(field, bool):
                 # A flag needs no value, and config files may follow it.
                 alone = following is None or following.endswith(".toml")
                 i, value = (i, "true") if alone else (i + 1, following)
-            elif list[int] in (field.annotation, *typing.get_args(field.annotation)):
-                value = []
-                while i < len(argv) and re.fullmatch(r"[\d,]+", argv[i]):
-                    i, value = i + 1, value + [n for n in argv[i].split(",") if n]
             elif following is None:
                 raise UserError(f"--{key}: no value", f"allowed: {allowed(field)}")
+            elif takes(field, list[int]):
+                value, i = following.split(","), i + 1
+                while i < len(argv) and re.fullmatch(r"[\d,]+", argv[i]):
+                    value, i = value + argv[i].split(","), i + 1
             else:
                 i, value = i + 1, following
         values[key] = value

@@ -19,7 +19,7 @@ from batches import gather, load_data, window_ends
 from config import Options, UserError, build, command, parse, usage
 
 MULTIPLES = (1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # contexts, as multiples of block_size
-TOKENS = 2**13  # tokens in a batch of windows
+TOKENS = 2**11  # tokens in a batch of windows: more do not fit the cache of a CPU
 
 
 def ends(length, documents, block_size, count):
@@ -47,7 +47,7 @@ def window_losses(model, tokens, ends, context, last):
 
     model.eval()
     device, losses = model.embed.weight.device, []
-    for part in np.array_split(ends, math.ceil(len(ends) * context / TOKENS)):
+    for part in np.array_split(ends, math.ceil(len(ends) / max(1, TOKENS // context))):
         ids, following = (torch.from_numpy(a).to(device) for a in gather(tokens, part - context, context))
         losses.append(model.losses(ids, following, last).double().cpu().numpy())
     return np.concatenate(losses)
@@ -88,7 +88,7 @@ def by_position(losses):
     return records
 
 
-def choose_contexts(model, asked, longest):
+def choose_contexts(model, asked, longest, windows=2):
     """-> (contexts that can be measured, sentences about the others)."""
     config, K, measured, skipped = model.config, targets(model.config.block_size), [], []
     for context in sorted({int(m * config.block_size) for m in MULTIPLES} if asked is None else set(asked)):
@@ -96,7 +96,7 @@ def choose_contexts(model, asked, longest):
             skipped.append(f"context {context}: shorter than the {K} targets that are scored")
         elif context > model.position.reach:
             skipped.append(f"context {context}: {config.position} positions end at {model.position.reach}")
-        elif context > longest:
+        elif context > longest or windows < 2:  # of one window there is no standard error
             skipped.append(f"context {context}: the validation text has too few documents longer than {longest} tokens")
         else:
             measured.append(context)
@@ -107,7 +107,7 @@ def curves(model, data, contexts=None):
     """-> (records by context, records by position at the longest of them, sentences about contexts left out)."""
     config, K = model.config, targets(model.config.block_size)
     at, longest = ends(len(data.val), data.documents, config.block_size, config.length_windows)
-    measured, skipped = choose_contexts(model, contexts, longest)
+    measured, skipped = choose_contexts(model, contexts, longest, len(at))
     by_c, by_p = [], []
     for context in measured:
         far = context == measured[-1]
@@ -135,6 +135,8 @@ def measure(folder, model, step, checkpoint, data, tracker, contexts=None):
              "factor": config.rope_factor if config.rope_scaling != "none" else 1.0, "finetuned": False}
     by_c, by_p = [label | r for r in by_c], [label | r for r in by_p]
     logs.append(folder, "lengths.jsonl", by_c)
+    if by_p:  # its bins take the place of those of a longer or shorter curve
+        logs.keep(folder, "positions.jsonl", lambda record: logs.curve(record) != logs.curve(by_p[0]))
     logs.append(folder, "positions.jsonl", by_p)
     print("\n".join([table(by_c, config), *skipped]))
     tracker.curves(by_c, by_p)
@@ -174,7 +176,7 @@ class Lengths(Options):
 
 
 def main(argv):
-    if "--help" in argv:
+    if "--help" in argv or "-h" in argv:
         print(usage(Lengths, "python lengths.py RUN [--key value ...]"))
         return 0
     words, values = parse(argv, Lengths)

@@ -12,6 +12,13 @@ IDENTITY = {
     "lengths.jsonl": lambda r: (*curve(r), r["context"]),
     "positions.jsonl": lambda r: (*curve(r), r["position"]),
 }
+# What every line must have, as numbers.
+NUMBERS = {
+    "log.jsonl": lambda r: ("step", "val_loss", "val_stderr") if "val_loss" in r else
+                           ("step", "train_loss"),
+    "lengths.jsonl": lambda r: ("step", "context", "loss", "stderr"),
+    "positions.jsonl": lambda r: ("step", "position", "loss", "stderr"),
+}
 
 
 def curve(record):
@@ -27,6 +34,8 @@ def read(folder, name):
         try:
             if line:
                 record = json.loads(line)
+                if not all(isinstance(record[key], int | float) for key in NUMBERS[name](record)):
+                    raise ValueError("a number is missing")
                 records.pop(IDENTITY[name](record), None)
                 records[IDENTITY[name](record)] = record
         except (ValueError, KeyError, TypeError):
@@ -36,9 +45,12 @@ def read(folder, name):
 
 
 def append(folder, name, records):
-    """Add records as lines, on the disk when this returns."""
-    with open(Path(folder, name), "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+    """Add records as lines, on the disk when this returns. A last line cut off by a crash goes first."""
+    with open(Path(folder, name), "ab+") as file:
+        if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+        file.writelines(json.dumps(record).encode() + b"\n" for record in records)
         file.flush()
         os.fsync(file.fileno())
 
@@ -77,27 +89,28 @@ class Wandb:
     """Sends the records of one run to wandb, offline unless asked otherwise.
 
     wandb drops a row whose step is not above the last one's, so rows are numbered by where they belong, ROOM numbers for
-    each iteration: what a resumed run sends a second time is the same row again. Curves shown are over own axes.
+    each iteration: what a resumed run sends a second time is the same row again. Curves are shown over axes of their own.
     """
 
-    ROOM = 1000
+    ROOM = 10**6
 
     def __init__(self, folder, config):
         import wandb
 
         self.wandb, self.folder = wandb, Path(folder)
-        identity = self.folder / "wandb_id.txt"
-        if not identity.exists():
-            identity.write_text(secrets.token_hex(4), encoding="utf-8")
+        kept = self.folder / "wandb_id.txt"
+        identity = kept.read_text(encoding="utf-8").strip() if kept.exists() else secrets.token_hex(4)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             self.run = wandb.init(
-                project=config.wandb_project, id=identity.read_text(encoding="utf-8").strip(), resume="allow",
-                name=self.folder.name, group=config.position, job_type="train", tags=[config.position],
-                config=config.model_dump(exclude_none=True), dir=self.folder.parent, mode=config.wandb,
-                settings=wandb.Settings(silent=True, console="off", x_disable_stats=True))
+                project=config.wandb_project, id=identity, resume="allow", name=self.folder.name, group=config.position,
+                job_type="train", tags=[config.position], config=config.model_dump(exclude_none=True), dir=self.folder.parent,
+                mode=config.wandb, settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=20))
         except (wandb.errors.Error, OSError) as error:
             raise UserError(f"wandb = {config.wandb}: {str(error).splitlines()[0]}",
                             "use --wandb offline, or log in with `wandb login`") from None
+        self.folder.mkdir(exist_ok=True)
+        kept.write_text(identity, encoding="utf-8")
         for prefix, axis in (("train", "step"), ("val", "step"), ("lengths", "lengths/context"),
                              ("positions", "positions/position")):
             self.run.define_metric(axis, hidden=True)
@@ -114,19 +127,17 @@ class Wandb:
         """A length curve, already in the run's files: rows over their own axes, and a chart in which runs overlay."""
         if not by_context:
             return
-        first = by_context[0]
-        name = f"{first['scaling']}-{first['factor']}"
-        written = read(self.folder, "lengths.jsonl") + read(self.folder, "positions.jsonl")
-        earlier = sum(r["step"] == first["step"] for r in written) - len(by_context) - len(by_position)
-        number = first["step"] * self.ROOM + 2 + earlier
+        name = f"{by_context[0]['scaling']}-{by_context[0]['factor']}"
         rows = [{"lengths/context": r["context"], **{f"lengths/{name}/{k}": r[k] for k in ("loss", "stderr", "bpb")}}
                 for r in by_context]
         rows += [{"positions/position": r["position"], f"positions/{name}/loss": r["loss"]} for r in by_position]
-        for i, row in enumerate(rows):
-            self.run.log(row, step=number + i)
         data = self.wandb.Table(columns=["context", "loss"], data=[[r["context"], r["loss"]] for r in by_context])
-        chart = self.wandb.plot.line(data, "context", "loss", title=f"loss by context, {name}")
-        self.run.log({f"charts/{name}": chart}, step=number + len(rows))
+        rows.append({f"charts/{name}": self.wandb.plot.line(data, "context", "loss", title=f"loss by context, {name}")})
+        # Above all rows so far: the log's, and less than a hundred for each line of a curve.
+        step = max([by_context[0]["step"], *(r["step"] for r in read(self.folder, "log.jsonl"))])
+        earlier = (self.folder / "lengths.jsonl").read_bytes().count(b"\n") - len(by_context)
+        for i, row in enumerate(rows):
+            self.run.log(row, step=step * self.ROOM + 2 + 100 * earlier + i)
 
     def finish(self, summary):
         self.run.summary.update(summary)

@@ -13,17 +13,23 @@ from rope import precise, rotate
 
 
 class Past:
-    """Keys and values of one block's tokens so far, (B, H, capacity, D) in place, of which `seen` are filled."""
+    """Keys and values of one block's tokens so far, of which `seen` are filled, for a window of `capacity` tokens.
+
+    They are written in place, into room that doubles when it is full.
+    """
 
     def __init__(self, capacity):
-        self.capacity, self.seen = capacity, 0
+        self.capacity, self.seen, self.room = capacity, 0, 0
 
     def extend(self, k, v):
         """Append k, v (B, H, T, D) -> all so far (B, H, S, D)."""
         B, H, T, D = k.shape
-        if self.seen == 0:
-            self.k, self.v = k.new_empty(B, H, self.capacity, D), v.new_empty(B, H, self.capacity, D)
         start, self.seen = self.seen, self.seen + T
+        if self.seen > self.room:
+            self.room = min(self.capacity, max(2 * self.room, self.seen, 1024))
+            held, (self.k, self.v) = start and (self.k, self.v), (x.new_empty(B, H, self.room, D) for x in (k, v))
+            if start:
+                self.k[:, :, :start], self.v[:, :, :start] = (x[:, :, :start] for x in held)
         self.k[:, :, start:self.seen], self.v[:, :, start:self.seen] = k, v
         return self.k[:, :, :self.seen], self.v[:, :, :self.seen]
 

@@ -40,11 +40,12 @@ def orthogonalize(x, steps=5):
     if x.size(1) > x.size(2):
         return orthogonalize(x.mT, steps).mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    gram, identity = x @ x.mT, torch.eye(x.size(1), device=x.device)
-    product = identity.expand_as(gram)
-    for _ in range(steps):
+    gram, identity, product = x @ x.mT, torch.eye(x.size(1), device=x.device), None
+    for step in range(steps):
         factor = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315) + 3.4445 * identity
-        product, gram = factor @ product, factor @ gram @ factor
+        product = factor if product is None else factor @ product
+        if step + 1 < steps:
+            gram = factor @ gram @ factor
     return product @ x
 
 

@@ -70,7 +70,11 @@ def save(path, content):
     logs.replace(Path(path), buffer.getbuffer())
 
 
-def load(path):
+CONTENT = {"format": int, "step": int, "model": dict, "data_sha256": str}
+RESUMABLE = {"optimizers": list, "resolved": dict, "best": dict}
+
+
+def load(path, wanted=CONTENT):
     """-> what `save` wrote, on the CPU. Nothing in the file is executed. UserError if it is missing, foreign or damaged."""
     path = Path(path)
     if not path.is_file():
@@ -78,13 +82,14 @@ def load(path):
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises a dozen kinds for damaged files, pickle's among them
-        raise UserError(f"{path}: damaged, or no checkpoint ({str(error).splitlines()[0][:100]})",
+        reason = (str(error) or type(error).__name__).splitlines()[0][:100]
+        raise UserError(f"{path}: damaged, or no checkpoint ({reason})",
                         "use the other of best.pt and last.pt, or train again with --overwrite") from None
-    if not isinstance(content, dict) or not {"format", "model", "step"} <= content.keys():
-        raise UserError(f"{path}: not a checkpoint of this program", "give a folder that train.py wrote")
-    if content["format"] != FORMAT:
+    if isinstance(content, dict) and isinstance(content.get("format"), int) and content["format"] != FORMAT:
         raise UserError(f"{path}: checkpoint format {content['format']}, and this program reads {FORMAT}",
                         "use the version that wrote it")
+    if not isinstance(content, dict) or not all(isinstance(content.get(key), kind) for key, kind in wanted.items()):
+        raise UserError(f"{path}: not a checkpoint of this program, or not of this kind", "give a folder that train.py wrote")
     return content
 
 
@@ -149,36 +154,35 @@ def refuse_difference(before, now):
 
 
 class Run:
-    """A folder that a run is written to, new or continued."""
+    """A folder that a run is written to, new or continued. Everything is checked before anything is written."""
+
+    FILES = ("config.toml", "tokenizer.json", "summary.json", "curves.png", "last.pt", "best.pt", "wandb_id.txt",
+             *logs.IDENTITY)
 
     def __init__(self, config):
-        """Look at config.out_dir and refuse what is not this run; nothing is written yet."""
-        self.config, self.folder, self.state = config, Path(config.out_dir), None
-        self.finished = False
-        if self.folder.exists() and not self.folder.is_dir():
-            raise UserError(f"{self.folder}: is a file", "give another --out_dir")
+        """Look at config.out_dir, and refuse what is not this run."""
+        self.config, self.folder, self.state, self.finished = config, Path(config.out_dir), None, False
+        if any(part.is_file() for part in (self.folder, *self.folder.parents)):
+            raise UserError(f"{self.folder}: a file is in the way", "give another --out_dir")
         if not self.folder.exists() or not any(self.folder.iterdir()):
             return
         if not (self.folder / "config.toml").is_file():
             raise UserError(f"{self.folder}: not empty, and not a run's folder", "give another --out_dir")
-        if config.overwrite:
-            shutil.rmtree(self.folder)
-            return
         before = build(Config, read_toml(self.folder / "config.toml"))
+        if config.overwrite:
+            return
         refuse_difference(before, config)
+        for name in logs.IDENTITY:
+            logs.read(self.folder, name)
         if (self.folder / "last.pt").exists():
-            self.state = load(self.folder / "last.pt")
+            self.state = load(self.folder / "last.pt", CONTENT | RESUMABLE)
             self.finished = (self.folder / "summary.json").exists() and config.max_iters == before.max_iters
             if config.max_iters > before.max_iters:
                 print(f"{self.folder}: max_iters grows from {before.max_iters} to {config.max_iters}, "
                       f"and the learning rate follows the longer schedule from step {self.state['step']} on")
 
-    def begin(self, data):
-        """Create or continue the folder; -> resolved device, dtype, compile and threads."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{self.folder}: {error.strerror}", "give another --out_dir") from None
+    def settle(self, data):
+        """-> device, dtype, compile and threads: resolved now, or as the run began."""
         if self.state and self.state["data_sha256"] != data.sha256:
             raise UserError(f"{self.folder}: the text of dataset = {self.config.dataset} has changed since this run began",
                             "give another --out_dir, or --overwrite to delete that run")
@@ -187,22 +191,35 @@ class Run:
         available(self.resolved["device"])
         self.best = self.state["best"] if self.state else {"step": None, "val_loss": float("inf")}
         self.step = self.state["step"] if self.state else 0
-        logs.replace(self.folder / "config.toml", self.config.toml().encode())
-        if not (self.folder / "tokenizer.json").exists():
-            tokenizer.save(data.tokenizer, self.folder / "tokenizer.json")
-        for name in logs.IDENTITY:
-            logs.keep(self.folder, name, lambda record: record["step"] <= self.step)
-        (self.folder / "summary.json").unlink(missing_ok=True)
-        self.seconds = max((r.get("seconds", 0.0) for r in logs.read(self.folder, "log.jsonl")), default=0.0)
-        self.tracker = logs.TRACKERS[self.config.wandb](self.folder, self.config)
         return self.resolved
 
     def load_into(self, model, optimizers):
         """Give a continued run its weights and the optimizers' state back."""
-        if self.state:
-            fill(model, self.state["model"], self.folder / "last.pt")
+        if not self.state:
+            return
+        fill(model, self.state["model"], self.folder / "last.pt")
+        try:
             for optimizer, state in zip(optimizers, self.state["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self.folder / 'last.pt'}: optimizers of another configuration ({error})",
+                            "train again with --overwrite") from None
+
+    def begin(self, text):
+        """Create the folder, or take it up again at the checkpoint."""
+        try:
+            for name in self.FILES if self.config.overwrite else ():
+                (self.folder / name).unlink(missing_ok=True)
+            self.tracker = logs.TRACKERS[self.config.wandb](self.folder, self.config)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            logs.replace(self.folder / "config.toml", self.config.toml().encode())
+            tokenizer.save(text, self.folder / "tokenizer.json")
+            for name in logs.IDENTITY:
+                logs.keep(self.folder, name, lambda record: record["step"] <= self.step)
+            (self.folder / "summary.json").unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.folder}: {error.strerror}", "give another --out_dir") from None
+        self.seconds = max((r.get("seconds", 0.0) for r in logs.read(self.folder, "log.jsonl")), default=0.0)
 
     def log(self, record):
         """One line of log.jsonl, and of the tracker."""

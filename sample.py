@@ -3,7 +3,6 @@
     python sample.py out/rope-1337 --prompt "def " --tokens 500 --temperature 0.8
 """
 import codecs
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -47,12 +46,13 @@ class Sample(Options):
 
 
 def choose(logits, temperature, top_k, top_p, generator):
-    """logits (B, V) -> (B, 1) token ids."""
+    """logits (B, V) -> (B, 1) token ids. In float64 on the CPU: alike on every device, and no setting is too extreme."""
     import torch
 
+    logits = logits.double().cpu()
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     if top_k is not None and top_k < logits.size(-1):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
     probabilities = logits.softmax(-1)
@@ -81,7 +81,7 @@ def stream(model, ids, tokens, temperature=1.0, top_k=None, top_p=None, generato
             past, new = restart(ids[:, -(reach // 2):])
         with torch.inference_mode():
             logits = model.head(model.hidden(new, past=past)[:, -1]).float()
-            new = choose(logits, temperature, top_k, top_p, generator)
+            new = choose(logits, temperature, top_k, top_p, generator).to(ids.device)
             ids = torch.cat((ids, new), 1)
         yield new
 
@@ -92,7 +92,8 @@ def starting_text(options):
     if options.prompt is not None:
         raise UserError("prompt and prompt_file are both given", "give one of them")
     try:
-        return Path(options.prompt_file).read_bytes().decode("utf-8-sig")
+        with open(options.prompt_file, encoding="utf-8-sig") as file:  # line ends become "\n", as in prepared text
+            return file.read()
     except OSError as error:
         raise UserError(f"prompt_file = {options.prompt_file}: {error.strerror}", "give the path of a text file") from None
     except UnicodeDecodeError as error:
@@ -103,7 +104,9 @@ def encode_start(prompt, tokenizer):
     """-> ids of the prompt, or of the start of a document where there is none."""
     if prompt:
         return [int(i) for i in tokenizer.encode(prompt)]
-    return [tokenizer.separator] if tokenizer.separator is not None else [int(i) for i in tokenizer.encode("\n")]
+    if tokenizer.separator is not None:
+        return [tokenizer.separator]
+    return [tokenizer.tokens.index(b"\n") if b"\n" in tokenizer.tokens else 0]
 
 
 def main(argv):
@@ -125,7 +128,7 @@ def main(argv):
     start = encode_start(prompt, tokenizer)
     device = model.embed.weight.device
     ids = torch.tensor([start] * options.samples, device=device)
-    generator = torch.Generator(device).manual_seed(options.seed)
+    generator = torch.Generator().manual_seed(options.seed)
     # The first text appears as it grows; a character may span tokens, so bytes are decoded as they complete it.
     decoder, texts = codecs.getincrementaldecoder("utf-8")(errors="replace"), [[] for _ in range(options.samples)]
     print(prompt or "", end="", flush=True)

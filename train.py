@@ -115,12 +115,13 @@ def train(config):
         print(f"{run.folder}: finished at step {run.state['step']}. --overwrite trains it anew, a larger --max_iters goes on")
         return 0
     data = load_data(config)
-    machine = run.begin(data)
+    machine = run.settle(data)
     torch.set_num_threads(machine["threads"])
     keep_memory()
     model = GPT(config, data.tokenizer.vocab_size).to(machine["device"])
     optimizers = optim.build(model, config)
     run.load_into(model, optimizers)
+    run.begin(data.tokenizer)
     if machine["compile"]:
         for block in model.blocks:
             block.compile(dynamic=False)
@@ -151,7 +152,7 @@ def train(config):
             if step % config.eval_interval == 0 or end:
                 result = lengths.evaluate(model, data, few)
                 run.save_best(model, step, result["val_loss"])
-                if config.target_val_loss and result["val_loss"] - 2 * result["val_stderr"] <= config.target_val_loss:
+                if config.target_val_loss and result["val_loss"] - result["val_stderr"] <= config.target_val_loss:
                     result = lengths.evaluate(model, data, whole)
                     reached = result["val_loss"] <= config.target_val_loss
                 run.log({"step": step, **result})
@@ -166,7 +167,7 @@ def train(config):
         print(f"{run.folder}: stopped at step {step} of {config.max_iters} and saved; the same command goes on from here")
         run.tracker.finish({})
         return stop.code or 0
-    final = lengths.evaluate(model, data, whole)
+    final = result if reached else lengths.evaluate(model, data, whole)
     run.log({"step": step, **final})
     runs.fill(model, runs.load(run.folder / "best.pt")["model"], run.folder / "best.pt")
     best = final if run.best["step"] == step else lengths.evaluate(model, data, whole)

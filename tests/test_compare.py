@@ -37,12 +37,12 @@ def make(tmp_path):
 
 def curve(context, loss, scaling="none", factor=1.0, step=20, checkpoint="best"):
     return {"step": step, "checkpoint": checkpoint, "scaling": scaling, "factor": factor, "finetuned": False,
-            "context": context, "loss": loss, "stderr": 0.01}
+            "context": context, "loss": loss, "stderr": 0.01, "window_losses": [loss - 0.1, loss, loss + 0.1]}
 
 
 def rows(folders):
-    """-> {first cell of a row: the others}"""
-    lines = compare.table(folders).splitlines()
+    """-> {first cell of a row: the others} of the table above the paired differences."""
+    lines = compare.table(folders).partition("\n\n")[0].splitlines()
     return {line.split("  ")[0] or line.split()[0]: line[len(line.split("  ")[0]):].split() for line in lines}
 
 
@@ -66,9 +66,9 @@ def test_runs_that_differ_only_in_the_seed_are_one_row(make):
     losses = {1: 2.0, 2: 2.1, 3: 2.5}
     folders = [make(f"rope-{seed}", loss, seed=seed, out_dir=f"out/rope-{seed}") for seed, loss in losses.items()]
     table = rows([*folders, make("deep-1", seed=1, n_layer=8)])
-    assert list(table) == ["run", "rope (3 seeds)", "deep-1"]
+    assert list(table) == ["run", "rope (3 runs)", "deep-1"]
     mean, sd = 2.2, math.sqrt((0.04 + 0.01 + 0.09) / 2)
-    assert table["rope (3 seeds)"][2] == f"{mean:.4f}±{sd:.4f}" and table["rope (3 seeds)"][6] == f"{mean + 0.16:.3f}±{sd:.3f}"
+    assert table["rope (3 runs)"][2] == f"{mean:.4f}±{sd:.4f}" and table["rope (3 runs)"][6] == f"{mean + 0.16:.3f}±{sd:.3f}"
     assert "±" not in "".join(table["deep-1"])
 
 
@@ -83,16 +83,39 @@ def test_keys_that_compute_nothing_do_not_keep_runs_apart(key, value, make):
     assert len(rows([make("a-1", seed=1), make("a-2", seed=2, **{key: value})])) == 2
 
 
+def curves_over(losses, folder, digest="same"):
+    """Give a run a curve whose windows have these losses."""
+    record = curve(16, sum(losses) / len(losses)) | {"window_losses": losses}
+    logs.append(folder, "lengths.jsonl", [record])
+    (folder / "summary.json").write_text(json.dumps({"data_sha256": digest}), encoding="utf-8")
+    return folder
+
+
+def test_curves_are_compared_window_by_window(make):
+    first = curves_over([1.0, 5.0, 9.0], make("rope-1", contexts=()))
+    second = curves_over([1.3, 5.1, 9.2], make("none-1", contexts=(), position="none"))
+    block = compare.table([first, second]).partition("\n\n")[2].splitlines()
+    assert "difference" in block[0] and block[1].split() == ["none-1", "-", "rope-1", "+0.200±0.058"]
+
+
+@pytest.mark.parametrize("changes, digest", [({}, "other"), ({"block_size": 64}, "same"), ({"tokenizer": "byte"}, "same"),
+                                             ({"length_windows": 9}, "same")])
+def test_curves_over_other_windows_are_not_subtracted(changes, digest, make):
+    first = curves_over([1.0, 5.0], make("rope-1", contexts=()))
+    second = curves_over([1.0, 5.0], make("none-1", contexts=(), position="none", **changes), digest)
+    assert "difference" not in compare.table([first, second])
+
+
 def test_the_same_folder_twice_is_one_run(make):
     folder = make("rope-1")
     table = compare.table([folder, folder])
-    assert "seeds" not in table and "±" not in table
+    assert "(2 " not in table and "±" not in table
 
 
 def test_further_scalings_have_rows_of_their_own(make):
     folder = make("rope-1")
     logs.append(folder, "lengths.jsonl", [curve(64, 2.9, "yarn", "auto"), curve(64, 2.8, "linear", 4.0)])
-    lines = compare.table([folder]).splitlines()
+    lines = compare.table([folder]).partition("\n\n")[0].splitlines()
     assert [line.split()[0] for line in lines] == ["run", "rope-1", "yarn-auto", "linear-4.0"] or \
            [line.split()[0] for line in lines] == ["run", "rope-1", "linear-4.0", "yarn-auto"]
     assert {line.split()[0]: line.split()[1:] for line in lines[2:]} == {"yarn-auto": ["-", "-", "2.900"],
@@ -114,10 +137,10 @@ def test_one_context_measured_again_keeps_the_others(tmp_path):
 
 @pytest.mark.parametrize("log", [True, False])
 def test_unfinished_run_has_dashes(log, make, tmp_path):
-    folder = make("rope-1", finished=False, log=log)
+    folder = make("rope-1", finished=False, log=log, seed=1)
     assert rows([folder])["rope-1"] == ["rope", "-", "-", "-", "-", "2,000" if log else "-"]
     compare.draw([folder], tmp_path / "x.png")
-    assert rows([folder, make("rope-2", seed=2)])["rope (2 seeds)"][:3] == ["rope", "12,345", "2.0000"]
+    assert rows([folder, make("rope-2", seed=2)])["rope (2 runs)"][2] == "2.0000"
 
 
 @pytest.mark.parametrize("name, start", [("x.png", b"\x89PNG"), ("x.svg", b"<?xml"), ("x.pdf", b"%PDF")])

@@ -186,6 +186,19 @@ def test_contexts_that_the_text_cannot_hold_are_skipped_by_name(data):
     assert all("text" in line and "128" in line for line in skipped)
 
 
+@pytest.mark.parametrize("size", [3, 7])
+def test_documents_too_short_for_any_context_leave_a_sentence_and_no_curve(size, data):
+    short = Data(data.val, data.val, list(range(0, len(data.val), size)), data.tokenizer, data.sha256)
+    by_c, by_p, skipped = curves(model(), short)
+    assert (by_c, by_p) == ([], []) and len(skipped) == len(CONTEXTS)
+
+
+def test_a_single_window_has_no_standard_error_but_is_no_crash(data):
+    short = Data(data.val, data.val[:80], [0, *range(10, 80, 7)], data.tokenizer, data.sha256)
+    by_c, _, skipped = curves(model(), short)
+    json.loads(json.dumps([by_c, skipped], allow_nan=False))
+
+
 def test_contexts_shorter_than_the_targets_are_skipped_by_name(data):
     by_c, by_p, skipped = curves(model(), data, [1])
     assert (by_c, by_p) == ([], []) and skipped == ["context 1: shorter than the 2 targets that are scored"]
@@ -250,6 +263,12 @@ def test_nothing_as_large_as_a_square_of_the_window_is_ever_built(data, monkeypa
     with Largest() as largest:
         window_losses(model(), data.val, np.array([T + 10]), T, 2)
     assert 32 * T <= largest.elements <= 5 * 32 * T < T * T / 4
+
+
+def test_a_window_longer_than_a_batch_is_a_batch_of_its_own(data, monkeypatch):
+    monkeypatch.setattr(lengths, "TOKENS", 100)
+    found = window_losses(model(), data.val, np.array([300, 700, 900]), 200, 2)
+    assert np.allclose(found[1], plain_losses(model(), data.val, 500, 200)[-2:], atol=2e-6)
 
 
 def test_batches_of_windows_stay_small(data, monkeypatch):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,6 +64,17 @@ def test_id_is_kept_in_the_folder_and_taken_up_again(interrupted):
     folder, files = interrupted
     identity = (folder / "wandb_id.txt").read_text(encoding="utf-8").strip()
     assert len(files) == 3 and {file["run"][0]["run_id"] for file in files} == {identity}
+
+
+def test_another_folder_is_another_run(interrupted, tmp_path, monkeypatch):
+    import wandb
+
+    ids = []
+    monkeypatch.setattr(wandb, "init", lambda id, **_: ids.append(id) or SimpleNamespace(define_metric=lambda *_, **__: None))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        logs.Wandb(tmp_path / name, small(wandb="offline"))
+    assert len({*ids, (interrupted[0] / "wandb_id.txt").read_text(encoding="utf-8")}) == 3
 
 
 def test_run_has_its_name_group_tags_and_config(interrupted):
