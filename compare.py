@@ -36,6 +36,11 @@ def read_run(folder):
             "log": logs.read(folder, "log.jsonl"), "lengths": latest(logs.read(folder, "lengths.jsonl"))}
 
 
+def read_runs(folders):
+    """-> the runs, each once however often its folder is named."""
+    return [read_run(folder) for folder in {Path(folder).resolve(): folder for folder in folders}.values()]
+
+
 def latest(records):
     """-> {name of a scaling, "" for none: {context: record}}, of each scaling the curve that was measured last."""
     curves = {}
@@ -96,7 +101,7 @@ def table(folders):
     Below, where they were measured on the same windows, each curve's difference to the first: the standard error of a curve
     is mostly that some windows are harder than others, for every encoding, and in a paired difference that cancels.
     """
-    runs = [read_run(folder) for folder in folders]
+    runs = read_runs(folders)
     contexts = sorted({c for run in runs for curve in run["lengths"].values() for c in curve})
     rows = [["run", "encoding", "parameters", "final", "best", "bits/byte", "tokens/s", *(f"at {c}" for c in contexts)]]
     differences = [["difference, paired by window", "", *(f"at {c}" for c in contexts)]]
@@ -125,7 +130,7 @@ def draw(folders, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    runs = [read_run(folder) for folder in folders]
+    runs = read_runs(folders)
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
     number = 0
     for i, (name, members) in enumerate(groups(runs)):
@@ -183,7 +188,6 @@ def main(argv):
     options = build(Compare, values)
     if not folders:
         raise UserError("no run folders given", "usage: python compare.py RUN RUN ... [--picture PATH]")
-    folders = list({Path(folder).resolve(): folder for folder in folders}.values())
     picture = options.picture if Path(options.picture).suffix else f"{options.picture}.png"
     print(table(folders))
     draw(folders, picture)

@@ -193,7 +193,7 @@ def test_comparing_writes_nothing_into_the_runs(run_folder, tmp_path, capsys):
 
 
 def test_a_later_line_replaces_an_earlier_one(tmp_path):
-    first = [{"step": 1, "train_loss": 3.0}, {"step": 1, "val_loss": 4.0}, {"step": 2, "train_loss": 2.0}]
+    first = [{"step": 1, "train_loss": 3.0}, {"step": 1, "val_loss": 4.0, "val_stderr": 0.1}, {"step": 2, "train_loss": 2.0}]
     logs.append(tmp_path, "log.jsonl", first)
     logs.append(tmp_path, "log.jsonl", [{"step": 1, "train_loss": 9.0}])
     read = logs.read(tmp_path, "log.jsonl")
@@ -216,7 +216,7 @@ def test_a_last_line_cut_off_by_a_crash_does_not_count(torn, tmp_path):
 
 @pytest.mark.parametrize("damaged", ['{"step": 2, "train', "nonsense", "[]", "3", "null", '{"loss": 3}', '{"step": [1]}'])
 def test_a_damaged_line_before_others_is_refused_by_number(damaged, tmp_path):
-    (tmp_path / "log.jsonl").write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 3}}\n', encoding="utf-8")
+    (tmp_path / "log.jsonl").write_text(f'{{"step": 1, "train_loss": 3}}\n{damaged}\n{{"step": 3}}\n', encoding="utf-8")
     with pytest.raises(UserError, match="line 2"):
         logs.read(tmp_path, "log.jsonl")
 
@@ -226,9 +226,9 @@ def test_missing_log_is_an_empty_one(tmp_path):
 
 
 def test_what_is_appended_after_a_torn_line_is_read(tmp_path):
-    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"ste', encoding="utf-8")
-    logs.append(tmp_path, "log.jsonl", [{"step": 2}])
-    logs.append(tmp_path, "log.jsonl", [{"step": 3}])
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "train_loss": 3}\n{"ste', encoding="utf-8")
+    logs.append(tmp_path, "log.jsonl", [{"step": 2, "train_loss": 3}])
+    logs.append(tmp_path, "log.jsonl", [{"step": 3, "train_loss": 3}])
     assert [r["step"] for r in logs.read(tmp_path, "log.jsonl")] == [1, 2, 3]
 
 
