@@ -13,23 +13,19 @@ from rope import precise, rotate
 
 
 class Past:
-    """Keys and values of one block's tokens so far, of which `seen` are filled, for a window of `capacity` tokens.
-
-    They are written in place, into room that doubles when it is full.
-    """
+    """Keys and values of one block's tokens so far, `seen` of at most `capacity`, written in place into room that doubles."""
 
     def __init__(self, capacity):
-        self.capacity, self.seen, self.room = capacity, 0, 0
+        self.capacity, self.seen = capacity, 0
 
     def extend(self, k, v):
         """Append k, v (B, H, T, D) -> all so far (B, H, S, D)."""
-        B, H, T, D = k.shape
-        start, self.seen = self.seen, self.seen + T
-        if self.seen > self.room:
-            self.room = min(self.capacity, max(2 * self.room, self.seen, 1024))
-            held, (self.k, self.v) = start and (self.k, self.v), (x.new_empty(B, H, self.room, D) for x in (k, v))
-            if start:
-                self.k[:, :, :start], self.v[:, :, :start] = (x[:, :, :start] for x in held)
+        start, self.seen = self.seen, self.seen + k.size(2)
+        if start == 0:
+            self.k, self.v = k[:, :, :0], v[:, :, :0]
+        if self.seen > self.k.size(2):
+            room = max(self.seen, min(self.capacity, 2 * self.seen))
+            self.k, self.v = (F.pad(held, (0, 0, 0, room - held.size(2))) for held in (self.k, self.v))
         self.k[:, :, start:self.seen], self.v[:, :, start:self.seen] = k, v
         return self.k[:, :, :self.seen], self.v[:, :, :self.seen]
 
