@@ -112,9 +112,9 @@ class Config(Options):
     """Micro-batches in an iteration."""
     max_iters: int = Field(400, ge=1)
     """Iterations in the run."""
-    learning_rate: float = Field(3e-3, gt=0)
-    """Highest learning rate of adamw."""
-    muon_learning_rate: float = Field(0.02, gt=0)
+    learning_rate: float = Field(0.01, gt=0)
+    """Highest learning rate of adamw; on its own, with optimizer = "adamw", it wants about 0.003."""
+    muon_learning_rate: float = Field(0.08, gt=0)
     """Highest learning rate of muon; it follows the same schedule."""
     muon_momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of muon; short runs want less than the usual 0.95."""
