@@ -221,6 +221,10 @@ class Config(Options):
         """The training length that rope scalings refer to."""
         return self.rope_original_context or self.block_size
 
+    def factor(self, length):
+        """The stretch that rope_factor comes to for a window of `length` tokens."""
+        return max(1.0, length / self.original_context) if self.rope_factor == "auto" else self.rope_factor
+
     def toml(self):
         """The effective config as text that `read` reads again; keys without a value are left out."""
         text = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n"

@@ -112,18 +112,11 @@ def curves(model, data, contexts=None):
     for context in measured:
         far = context == measured[-1]
         losses = window_losses(model, data.val, at, context, context if far else K)
-        by_c.append({"context": context, "applied": applied_factor(config, context),
+        by_c.append({"context": context, "applied": 1.0 if config.rope_scaling == "none" else config.factor(context),
                      **by_context(losses[:, -K:], data.bytes(at[:, None] + np.arange(1 - K, 1)))})
         if far:
             by_p = by_position(losses)
     return by_c, by_p, skipped
-
-
-def applied_factor(config, context):
-    """The stretch that rope_factor comes to at this context."""
-    if config.rope_scaling == "none":
-        return 1.0
-    return max(1.0, context / config.original_context) if config.rope_factor == "auto" else config.rope_factor
 
 
 def measure(folder, model, step, checkpoint, data, tracker, contexts=None):

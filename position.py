@@ -94,9 +94,8 @@ class RoPE(Position):
         """-> (rope_dim/2,) radians per position under the configured scaling, and its gain. length: evaluated tokens."""
         c = self.config
         chosen = {name: getattr(c, name) for name in SCALING_PARAMETERS[c.rope_scaling] if getattr(c, name) is not None}
-        factor = max(1.0, length / c.original_context) if c.rope_factor == "auto" else c.rope_factor
-        return SCALINGS[c.rope_scaling](frequencies(c.rope_dim, c.rope_base, device), base=c.rope_base, factor=factor,
-                                        context=c.original_context, length=length, **chosen)
+        return SCALINGS[c.rope_scaling](frequencies(c.rope_dim, c.rope_base, device), base=c.rope_base,
+                                        factor=c.factor(length), context=c.original_context, length=length, **chosen)
 
     def rotation(self, pos, length):
         freq, gain = self.frequencies(length, pos.device)
