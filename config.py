@@ -163,7 +163,7 @@ class Config(Options):
     compile: Auto | bool = "auto"
     """Compile the blocks with torch.compile; auto = on CUDA, and on CPUs for runs long enough to gain from it."""
     threads: int = Field(0, ge=0)
-    """CPU threads; 0 = all cores."""
+    """CPU threads; 0 = as many as torch takes, one for each core."""
 
     # ---- results
     out_dir: str | None = Field(None, min_length=1)
@@ -230,6 +230,31 @@ class Config(Options):
         text = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
                        for key, value in self.model_dump(exclude_none=True).items())
         return text.replace("\x7f", "\\u007f")  # the one character that JSON allows in a string and TOML does not
+
+
+class Evaluation(Options):
+    """What lengths.py and sample.py share: which weights, how positions are read, and where it computes."""
+
+    checkpoint: Literal["best", "last"] = "best"
+    """Which weights of the run."""
+    rope_scaling: str | None = None
+    """Another scaling than in training: none, linear, ntk or yarn."""
+    rope_factor: str | None = None
+    """Its factor, a number or auto = max(1, tokens of the window / training length)."""
+    rope_original_context: int | None = Field(None, ge=1)
+    """The training length it refers to."""
+    beta_fast: float | None = None
+    """yarn, as in training."""
+    beta_slow: float | None = None
+    """yarn, as in training."""
+    attention_factor: float | None = None
+    """yarn, as in training."""
+    device: str | None = None
+    """auto, cpu, cuda, cuda:N or mps; as in training unless given."""
+
+    def changes(self):
+        """-> the config keys that are given here, to be read in place of the trained ones."""
+        return self.model_dump(include=set(Evaluation.model_fields) - {"checkpoint"}, exclude_none=True)
 
 
 def contradiction(config, key, why):

@@ -8,15 +8,13 @@ inside one document, where the far context means something. Standard errors are 
 correlated.
 """
 import math
-from typing import Literal
 
 import numpy as np
-from pydantic import Field
 
 import compare
 import logs
 from batches import gather, load_data, window_ends
-from config import Options, UserError, build, command, parse, usage
+from config import Evaluation, UserError, build, command, parse, usage
 
 MULTIPLES = (1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # contexts, as multiples of block_size
 TOKENS = 2**11  # tokens in a batch of windows: more do not fit the cache of a CPU
@@ -147,25 +145,9 @@ def table(records, config):
     return "\n".join(rows)
 
 
-class Lengths(Options):
-    checkpoint: Literal["best", "last"] = "best"
-    """Which weights of the run."""
+class Lengths(Evaluation):
     contexts: list[int] | None = None
     """Contexts in tokens; block_size times 1/4, 1/2, 1, 2, 4, 8, 16 unless given."""
-    rope_scaling: str | None = None
-    """Evaluate with another scaling: none, linear, ntk or yarn."""
-    rope_factor: str | None = None
-    """Its factor, a number or auto = max(1, context / training length)."""
-    rope_original_context: int | None = Field(None, ge=1)
-    """The training length it refers to."""
-    beta_fast: float | None = None
-    """yarn."""
-    beta_slow: float | None = None
-    """yarn."""
-    attention_factor: float | None = None
-    """yarn."""
-    device: str | None = None
-    """auto, cpu, cuda, cuda:N or mps; the training device, if it is here, unless given."""
 
 
 def main(argv):
@@ -178,8 +160,7 @@ def main(argv):
     options = build(Lengths, values)
     import run  # torch takes seconds to import; --help and refusals do without
 
-    changes = options.model_dump(exclude={"contexts", "checkpoint"}, exclude_none=True)
-    restored = run.restore(words[0], options.checkpoint, **changes)
+    restored = run.restore(words[0], options.checkpoint, **options.changes())
     data = load_data(restored.config)
     if data.sha256 != restored.data_sha256:
         raise UserError(f"dataset = {restored.config.dataset}: the text has changed since {restored.folder} was trained",

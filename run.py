@@ -19,9 +19,6 @@ from model import GPT
 
 FORMAT = 1  # of checkpoints; a larger number means that older programs must not read them
 
-# What may be changed when a finished run is evaluated or sampled from: how positions are read, and where it computes.
-CHANGEABLE = ("rope_scaling", "rope_factor", "rope_original_context", "beta_fast", "beta_slow", "attention_factor", "device")
-
 
 def resolve(config):
     """Settle what is automatic -> {"device", "dtype", "compile", "threads"}; a resumed run keeps what was settled."""
@@ -33,7 +30,7 @@ def resolve(config):
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "float32"
     compiled = config.compile if config.compile != "auto" else worth_compiling(config, device)
-    return {"device": device, "dtype": dtype, "compile": compiled, "threads": config.threads or os.cpu_count() or 1}
+    return {"device": device, "dtype": dtype, "compile": compiled, "threads": config.threads or torch.get_num_threads()}
 
 
 def available(device):
@@ -122,7 +119,7 @@ class Restored:
 def restore(folder, checkpoint="best", **changes):
     """-> the model of a run's folder, on its device and ready for evaluation.
 
-    changes: config keys among CHANGEABLE, of the type the config wants or as text.
+    changes: config keys of Evaluation.changes, of the type the config wants or as text.
     """
     folder = Path(folder)
     if not (folder / "config.toml").is_file():

@@ -3,14 +3,13 @@
     python sample.py out/rope-1337 --prompt "def " --tokens 500 --temperature 0.8
 """
 import codecs
-from typing import Literal
 
 from pydantic import Field
 
-from config import Options, UserError, build, command, parse, usage
+from config import Evaluation, UserError, build, command, parse, usage
 
 
-class Sample(Options):
+class Sample(Evaluation):
     prompt: str | None = None
     """Text to go on from; the beginning of a document, or a line break where the text has no documents, unless given."""
     prompt_file: str | None = None
@@ -27,22 +26,6 @@ class Sample(Options):
     """Choose among the likeliest tokens that together have this probability."""
     seed: int = Field(1337, ge=0, lt=2**63)
     """Seeds the choices."""
-    checkpoint: Literal["best", "last"] = "best"
-    """Which weights of the run."""
-    rope_scaling: str | None = None
-    """Sample with another scaling: none, linear, ntk or yarn."""
-    rope_factor: str | None = None
-    """Its factor, a number or auto = max(1, (prompt + tokens) / training length)."""
-    rope_original_context: int | None = Field(None, ge=1)
-    """The training length it refers to."""
-    beta_fast: float | None = None
-    """yarn."""
-    beta_slow: float | None = None
-    """yarn."""
-    attention_factor: float | None = None
-    """yarn."""
-    device: str | None = None
-    """auto, cpu, cuda, cuda:N or mps."""
 
 
 def choose(logits, temperature, top_k, top_p, generator):
@@ -122,8 +105,7 @@ def main(argv):
 
     import run
 
-    names = set(run.CHANGEABLE) & set(Sample.model_fields)
-    restored = run.restore(words[0], options.checkpoint, **options.model_dump(include=names, exclude_none=True))
+    restored = run.restore(words[0], options.checkpoint, **options.changes())
     model, tokenizer = restored.model, restored.tokenizer
     start = encode_start(prompt, tokenizer)
     device = model.embed.weight.device
