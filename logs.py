@@ -99,7 +99,7 @@ class Wandb:
 
         self.wandb, self.folder = wandb, Path(folder)
         kept = self.folder / "wandb_id.txt"
-        identity = kept.read_text(encoding="utf-8").strip() if kept.exists() else secrets.token_hex(4)
+        identity = kept.read_text(encoding="utf-8").strip() if kept.exists() and not config.overwrite else secrets.token_hex(4)
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             self.run = wandb.init(

@@ -153,8 +153,7 @@ def refuse_difference(before, now):
 class Run:
     """A folder that a run is written to, new or continued. Everything is checked before anything is written."""
 
-    FILES = ("config.toml", "tokenizer.json", "summary.json", "curves.png", "last.pt", "best.pt", "wandb_id.txt",
-             *logs.IDENTITY)
+    FILES = ("config.toml", "tokenizer.json", "summary.json", "curves.png", "last.pt", "best.pt", *logs.IDENTITY)
 
     def __init__(self, config):
         """Look at config.out_dir, and refuse what is not this run."""
@@ -205,9 +204,9 @@ class Run:
     def begin(self, text):
         """Create the folder, or take it up again at the checkpoint."""
         try:
+            self.tracker = logs.TRACKERS[self.config.wandb](self.folder, self.config)  # first: it may be refused
             for name in self.FILES if self.config.overwrite else ():
                 (self.folder / name).unlink(missing_ok=True)
-            self.tracker = logs.TRACKERS[self.config.wandb](self.folder, self.config)
             self.folder.mkdir(parents=True, exist_ok=True)
             logs.replace(self.folder / "config.toml", self.config.toml().encode())
             tokenizer.save(text, self.folder / "tokenizer.json")

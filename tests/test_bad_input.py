@@ -277,6 +277,18 @@ def test_overwriting_deletes_nothing_before_the_rest_is_known_to_be_right(values
     assert contents(copy) == before
 
 
+def test_overwriting_deletes_nothing_when_wandb_cannot_be_reached(copy, monkeypatch):
+    import wandb
+
+    def unreachable(*_, **__):
+        raise wandb.errors.CommError("no route")
+
+    monkeypatch.setattr(wandb, "init", unreachable)
+    before = contents(copy)
+    refused(lambda: train.main([str(copy / "config.toml"), "--overwrite", "--wandb=online"]), "wandb = online: no route")
+    assert contents(copy) == before
+
+
 def test_changed_text_is_refused(copy, corpus, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(text(12_000, seed=1), encoding="utf-8")
