@@ -7,6 +7,7 @@ lines and exit code 2. Imports neither torch nor any module of this project.
 """
 import difflib
 import json
+import os
 import re
 import sys
 import tomllib
@@ -391,5 +392,8 @@ def command(main):
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:  # as in `python sample.py RUN | head`: whoever read has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except KeyboardInterrupt:
         sys.exit(130)

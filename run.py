@@ -68,7 +68,7 @@ def save(path, content):
 
 
 CONTENT = {"format": int, "step": int, "model": dict, "data_sha256": str}
-RESUMABLE = {"optimizers": list, "resolved": dict, "best": dict}
+RESUMABLE = {"optimizers": list, "resolved": dict, "best": dict, "reached": bool}
 
 
 def load(path, wanted=CONTENT):
@@ -187,6 +187,7 @@ class Run:
         available(self.resolved["device"])
         self.best = self.state["best"] if self.state else {"step": None, "val_loss": float("inf")}
         self.step = self.state["step"] if self.state else 0
+        self.reached = self.state["reached"] if self.state else False  # target_val_loss
         return self.resolved
 
     def load_into(self, model, optimizers):
@@ -228,11 +229,11 @@ class Run:
             self.best = {"step": step, "val_loss": val_loss}
             save(self.folder / "best.pt", {"step": step, "model": model.state_dict(), "data_sha256": self.data_sha256})
 
-    def save_last(self, model, optimizers, step):
+    def save_last(self, model, optimizers, step, reached):
         """Write last.pt, from which training goes on bit for bit: no clock and no random state are in it."""
         save(self.folder / "last.pt", {
             "step": step, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
-            "best": self.best, "resolved": self.resolved, "data_sha256": self.data_sha256})
+            "best": self.best, "reached": reached, "resolved": self.resolved, "data_sha256": self.data_sha256})
 
     def finish(self, summary):
         """Write summary.json and end the tracker; from now on the run is finished."""

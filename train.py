@@ -74,7 +74,7 @@ class Progress:
 
 def keep_memory():
     """Let the C library keep freed memory instead of returning it: a tenth to a third of a step on CPUs is page faults."""
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt  # glibc; elsewhere there is none, and nothing happens
         for option, value in ((-3, 2**30), (-1, 2**31 - 1), (-2, 2**27)):  # mmap threshold, trim threshold, top padding
             mallopt(option, value)
@@ -134,7 +134,7 @@ def train(config):
     stream = batches(data.train, rows, config.block_size, config.seed, run.step)
     autocast = torch.autocast(machine["device"].partition(":")[0], torch.bfloat16, enabled=machine["dtype"] == "bfloat16")
     few, whole = (windows(data.val, config.block_size, count) for count in (config.eval_windows, None))
-    step, reached, last = run.step, False, min(config.max_iters, config.stop_at or config.max_iters)
+    step, reached, result, last = run.step, run.reached, None, min(config.max_iters, config.stop_at or config.max_iters)
     started = time.perf_counter() - run.seconds
     with Stop() as stop, Progress(step, config.max_iters) as progress:
         while step < last and not reached and stop.code is None:
@@ -158,16 +158,18 @@ def train(config):
                 run.log({"step": step, **result})
                 progress.say(f"step {step}: validation loss {result['val_loss']:.4f} ± {result['val_stderr']:.4f} "
                              f"({result['windows']} windows), {result['val_bpb']:.4f} bits per byte")
-            if step % config.checkpoint_interval == 0 or step == last or reached or stop.code:
-                run.save_last(model, optimizers, step)
+            if step % config.checkpoint_interval == 0:
+                run.save_last(model, optimizers, step, reached)
             if config.length_interval and step % config.length_interval == 0 and not end:
                 lengths.measure(run.folder, model, step, "last", data, run.tracker)
 
+    if step > run.step:
+        run.save_last(model, optimizers, step, reached)
     if step < config.max_iters and not reached:
         print(f"{run.folder}: stopped at step {step} of {config.max_iters} and saved; the same command goes on from here")
         run.tracker.finish({})
         return stop.code or 0
-    final = result if reached else lengths.evaluate(model, data, whole)
+    final = result if reached and result else lengths.evaluate(model, data, whole)
     run.log({"step": step, **final})
     runs.fill(model, runs.load(run.folder / "best.pt")["model"], run.folder / "best.pt")
     best = final if run.best["step"] == step else lengths.evaluate(model, data, whole)

@@ -357,7 +357,7 @@ def test_damaged_or_foreign_checkpoint_is_named_and_nothing_is_lost(damage, prog
     assert contents(copy) == before and not path.with_name("exploded").exists()
 
 
-@pytest.mark.parametrize("missing", ["optimizers", "resolved", "best"])
+@pytest.mark.parametrize("missing", ["optimizers", "resolved", "best", "reached"])
 def test_checkpoint_that_cannot_be_resumed_is_named(missing, copy):
     rewritten(**{missing: None})(copy / "last.pt")
     before = contents(copy)

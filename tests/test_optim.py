@@ -72,6 +72,11 @@ def test_learning_rate_stays_level_until_the_last_part():
     assert optim.learning_rate(99, config) == pytest.approx(0.04)
 
 
+def test_a_decay_shorter_than_an_iteration_is_no_division_by_zero():
+    config = small(max_iters=400, warmup_iters=0, learning_rate=1.0, decay_fraction=0.001)
+    assert [optim.learning_rate(step, config) for step in (0, 398, 399, 400)] == [1.0, 1.0, 1.0, 0.0]
+
+
 def test_rates_of_both_optimizers_keep_their_proportion():
     config = small(max_iters=100, learning_rate=1e-3, muon_learning_rate=0.02, warmup_iters=0)
     optimizers = optim.build(GPT(config, 23), config)

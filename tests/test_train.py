@@ -180,6 +180,22 @@ def test_stops_at_the_target_loss_over_the_whole_validation_split(corpus, tmp_pa
     assert last["windows"] == (1200 - 1) // 32 and last["val_loss"] == summary["final_val_loss"]
 
 
+def test_killed_after_the_target_was_reached_ends_as_if_it_had_not_been(corpus, tmp_path):
+    for name in ("whole", "parts"):
+        assert run(corpus, tmp_path / name, max_iters=300, target_val_loss=2.2) == 0
+    (tmp_path / "parts" / "summary.json").unlink()
+    assert run(corpus, tmp_path / "parts", max_iters=300, target_val_loss=2.2) == 0
+    assert contents(tmp_path / "whole") == contents(tmp_path / "parts")
+
+
+def test_a_signal_during_a_length_curve_saves_what_was_trained(corpus, tmp_path, monkeypatch):
+    import lengths
+
+    monkeypatch.setattr(lengths, "measure", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    assert run(corpus, tmp_path / "run", length_interval=7) == 143
+    assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 7
+
+
 def test_summary_and_log_hold_what_the_design_promises(run_folder):
     summary = json.loads((run_folder / "summary.json").read_text())
     model = GPT(small(seed=1), 10)
