@@ -1,4 +1,5 @@
 """Tokens to batches. Which tokens a batch holds depends on the data, its size and (seed, n), and on nothing else."""
+import hashlib
 import itertools
 from dataclasses import dataclass
 
@@ -32,7 +33,10 @@ def load_data(config):
         if len(tokens) <= 2 * config.block_size:
             raise UserError(f"dataset = {config.dataset}: {len(tokens)} {name} tokens, and block_size = {config.block_size}",
                             "two windows must fit: give a longer text or a smaller block_size")
-    return Data(train, val, manifest["val"]["starts"], tokenizer.load(folder / "tokenizer.json"), manifest["source_sha256"])
+    # What a run was trained on is ids: the same text prepared otherwise is other data.
+    identity = manifest["train"]["sha256"] + manifest["val"]["sha256"] + (folder / "tokenizer.json").read_text(encoding="utf-8")
+    sha256 = hashlib.sha256(identity.encode()).hexdigest()
+    return Data(train, val, manifest["val"]["starts"], tokenizer.load(folder / "tokenizer.json"), sha256)
 
 
 def gather(tokens, starts, size):

@@ -219,6 +219,11 @@ def test_logged_loss_is_the_mean_over_the_batch(corpus, tmp_path):
     assert logs.read(tmp_path / "run", "log.jsonl")[0]["train_loss"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_data_prepared_otherwise_is_other_data(corpus):
+    shas = {load_data(small(dataset=str(corpus), tokenizer=name)).sha256 for name in ("char", "byte", "char")}
+    assert len(shas) == 2
+
+
 def test_changed_text_is_refused_on_resume(tmp_path):
     from tests.conftest import text
 
