@@ -2,6 +2,7 @@
 import hashlib
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -20,9 +21,14 @@ class Data:
     tokenizer: tokenizer.Tokenizer
     sha256: str
 
+    @cached_property
+    def byte_lengths(self):
+        """UTF-8 bytes that each id stands for: (V,)."""
+        return self.tokenizer.byte_lengths()
+
     def bytes(self, indices):
         """UTF-8 bytes that the validation tokens at `indices` stand for."""
-        return int(self.tokenizer.byte_lengths()[self.val[indices]].sum())
+        return int(self.byte_lengths[self.val[indices]].sum())
 
 
 def load_data(config):

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import Field
 
 import logs
-from config import NEUTRAL, Config, Options, UserError, build, command, nearest, parse, read_toml, usage
+from config import NEUTRAL, Options, UserError, build, command, parse, usage
 
 # Colours that stay apart for colour-blind eyes (Okabe and Ito), and with dashes and markers also in grey print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999999")
@@ -21,9 +21,7 @@ MARKERS = "osD^vP*X"
 def read_run(folder):
     """-> {"name", "config", "summary", "log", "lengths"} of a run's folder."""
     folder = Path(folder)
-    if not (folder / "config.toml").is_file():
-        near = [str(p.parent) for p in sorted(folder.parent.glob("*/config.toml"))]
-        raise UserError(f"{folder}: no run in this folder", nearest(str(folder), near) if near else "train one first")
+    config = logs.read_config(folder)
     summary = {}
     if (folder / "summary.json").is_file():
         try:
@@ -32,7 +30,7 @@ def read_run(folder):
             summary = None
         if not isinstance(summary, dict):
             raise UserError(f"{folder / 'summary.json'}: not a summary of this program", "run train.py on it again")
-    return {"name": folder.name, "config": build(Config, read_toml(folder / "config.toml")), "summary": summary,
+    return {"name": folder.name, "config": config, "summary": summary,
             "log": logs.read(folder, "log.jsonl"), "lengths": latest(logs.read(folder, "lengths.jsonl"))}
 
 

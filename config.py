@@ -227,7 +227,7 @@ class Config(Options):
         return max(1.0, length / self.original_context) if self.rope_factor == "auto" else self.rope_factor
 
     def toml(self):
-        """The effective config as text that `read` reads again; keys without a value are left out."""
+        """The effective config as text that `read_toml` reads again; keys without a value are left out."""
         text = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
                        for key, value in self.model_dump(exclude_none=True).items())
         return text.replace("\x7f", "\\u007f")  # the one character that JSON allows in a string and TOML does not
@@ -259,11 +259,11 @@ class Evaluation(Options):
 
 
 def contradiction(config, key, why):
-    return UserError(f"{key} = {getattr(config, key)}", f"{why}")
+    return UserError(f"{key} = {getattr(config, key)}", why)
 
 
 def nearest(word, words):
-    """-> ' did you mean X?' or all words, for the second line of an error."""
+    """-> 'did you mean X?' or all words, for the second line of an error."""
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(words)}"
 
@@ -341,7 +341,7 @@ def build(model, values):
             raise UserError(f"{key}: missing", f"allowed: {allowed(model.model_fields[key])}") from None
         advice = f"allowed: {allowed(model.model_fields[key])}"
         if first["type"] == "literal_error" and isinstance(first["input"], str):
-            options = [w for w in allowed(model.model_fields[key]).split(" or ")]
+            options = allowed(model.model_fields[key]).split(" or ")
             close = difflib.get_close_matches(first["input"], options, n=1)
             advice = f"did you mean {close[0]}? {advice}" if close else advice
         raise UserError(f"{key} = {values.get(key)}", advice) from None
@@ -381,6 +381,17 @@ def usage(model, line):
         default = "" if field.is_required() or field.default is None else f", default {field.default}"
         rows.append(f"  --{key}  ({allowed(field)}{default})\n      {(field.description or '').strip()}")
     return "\n".join(rows)
+
+
+def run_arguments(argv, model, line):
+    """The command line of a program about one run: -> (its folder, options), or None after printing the help."""
+    if "--help" in argv or "-h" in argv:
+        print(usage(model, line))
+        return None
+    words, values = parse(argv, model)
+    if len(words) != 1:
+        raise UserError(f"{len(words)} run folders given", f"usage: {line}")
+    return words[0], build(model, values)
 
 
 def command(main):

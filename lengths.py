@@ -14,7 +14,7 @@ import numpy as np
 import compare
 import logs
 from batches import gather, load_data, window_ends
-from config import Evaluation, UserError, build, command, parse, usage
+from config import Evaluation, UserError, command, run_arguments
 
 MULTIPLES = (1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # contexts, as multiples of block_size
 TOKENS = 2**11  # tokens in a batch of windows: more do not fit the cache of a CPU
@@ -151,16 +151,13 @@ class Lengths(Evaluation):
 
 
 def main(argv):
-    if "--help" in argv or "-h" in argv:
-        print(usage(Lengths, "python lengths.py RUN [--key value ...]"))
+    given = run_arguments(argv, Lengths, "python lengths.py RUN [--key value ...]")
+    if given is None:
         return 0
-    words, values = parse(argv, Lengths)
-    if len(words) != 1:
-        raise UserError(f"{len(words)} run folders given", "usage: python lengths.py RUN [--key value ...]")
-    options = build(Lengths, values)
+    folder, options = given
     import run  # torch takes seconds to import; --help and refusals do without
 
-    restored = run.restore(words[0], options.checkpoint, **options.changes())
+    restored = run.restore(folder, options.checkpoint, **options.changes())
     data = load_data(restored.config)
     if data.sha256 != restored.data_sha256:
         raise UserError(f"dataset = {restored.config.dataset}: the text has changed since {restored.folder} was trained",

@@ -4,7 +4,7 @@ import os
 import secrets
 from pathlib import Path
 
-from config import UserError
+from config import Config, UserError, build, nearest, read_toml
 
 # What makes two lines of a file the same measurement: the later one replaces the earlier when read.
 IDENTITY = {
@@ -19,6 +19,15 @@ NUMBERS = {
     "lengths.jsonl": lambda r: ("step", "context", "loss", "stderr"),
     "positions.jsonl": lambda r: ("step", "position", "loss", "stderr"),
 }
+
+
+def read_config(folder):
+    """-> the Config that a run's folder was trained with. UserError, with the nearest run, if there is none."""
+    folder = Path(folder)
+    if not (folder / "config.toml").is_file():
+        near = [str(p.parent) for p in sorted(folder.parent.glob("*/config.toml"))]
+        raise UserError(f"{folder}: no run in this folder", nearest(str(folder), near) if near else "train one first")
+    return build(Config, read_toml(folder / "config.toml"))
 
 
 def curve(record):
@@ -47,9 +56,11 @@ def read(folder, name):
 def append(folder, name, records):
     """Add records as lines, on the disk when this returns. A last line cut off by a crash goes first."""
     with open(Path(folder, name), "ab+") as file:
-        if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
+        if size := file.seek(0, os.SEEK_END):
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
         file.writelines(json.dumps(record).encode() + b"\n" for record in records)
         file.flush()
         os.fsync(file.fileno())

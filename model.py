@@ -140,12 +140,9 @@ class GPT(nn.Module):
         T = ids.size(1)
         last, past = last or T, self.past(T) if T > self.CHUNK else None
         x = torch.cat([self.hidden(chunk, past=past) for chunk in ids.split(self.CHUNK, 1)], 1)[:, -last:]
-        rows = zip(x.flatten(0, 1).split(self.rows), targets[:, -last:].flatten().split(self.rows))
+        size = max(1, self.LOGITS // self.head.out_features)
+        rows = zip(x.flatten(0, 1).split(size), targets[:, -last:].flatten().split(size))
         return torch.cat([F.cross_entropy(precise(self.head(r)), t, reduction="none") for r, t in rows]).view(-1, last)
-
-    @property
-    def rows(self):
-        return max(1, self.LOGITS // self.head.out_features)
 
     def past(self, capacity):
         """An empty cache for a window of `capacity` tokens."""

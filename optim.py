@@ -23,7 +23,10 @@ class Muon(torch.optim.Optimizer):
                     shapes.setdefault(p.shape, []).append(p)
             for (rows, cols), params in shapes.items():
                 grads = [p.grad for p in params]
-                buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in params]
+                for p in params:
+                    if "momentum_buffer" not in self.state[p]:
+                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                buffers = [self.state[p]["momentum_buffer"] for p in params]
                 torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
                 update = orthogonalize(torch.stack(torch._foreach_lerp(grads, buffers, group["momentum"])))  # Nesterov
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])

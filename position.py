@@ -49,14 +49,12 @@ class Position(nn.Module):
         if self.reach < S:
             raise UserError(f"{S} tokens asked of {self.config.position} positions",
                             f"the table ends at {self.reach}; there is no answer beyond it")
-        index = torch.arange(S, device=device)
-        query, key = index[S - T:, None], index  # who sees whom is a matter of order, not of positions
-        mask = self.bias(torch.arange(self.config.n_head, device=device)[:, None, None], pos[S - T:, None], pos)
-        if mask is not None:
-            mask = mask.masked_fill(key > query, -math.inf)
-        elif 1 < T < S:
-            mask = key <= query
         new = pos[S - T:]
+        mask = self.bias(torch.arange(self.config.n_head, device=device)[:, None, None], new[:, None], pos)
+        if mask is not None or 1 < T < S:
+            index = torch.arange(S, device=device)  # who sees whom is a matter of order, not of positions
+            visible = index <= index[S - T:, None]
+            mask = visible if mask is None else mask.masked_fill(~visible, -math.inf)
         return self.embedding(new), self.rotation(new, length or S), mask
 
 

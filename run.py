@@ -14,7 +14,7 @@ import torch
 
 import logs
 import tokenizer
-from config import NEUTRAL, SCALING_PARAMETERS, Config, UserError, build, nearest, read_toml
+from config import NEUTRAL, SCALING_PARAMETERS, Config, UserError, build
 from model import GPT
 
 FORMAT = 1  # of checkpoints; a larger number means that older programs must not read them
@@ -122,10 +122,7 @@ def restore(folder, checkpoint="best", **changes):
     changes: config keys of Evaluation.changes, of the type the config wants or as text.
     """
     folder = Path(folder)
-    if not (folder / "config.toml").is_file():
-        near = [str(p.parent) for p in sorted(folder.parent.glob("*/config.toml"))]
-        raise UserError(f"{folder}: no run in this folder", nearest(str(folder), near) if near else "train one first")
-    trained = build(Config, read_toml(folder / "config.toml"))
+    trained = logs.read_config(folder)
     values = trained.model_dump(exclude_none=True)
     if "rope_scaling" in changes:  # a new method starts from its own defaults
         for key in {"rope_factor", *sum(SCALING_PARAMETERS.values(), ())} & values.keys():
@@ -164,7 +161,7 @@ class Run:
             return
         if not (self.folder / "config.toml").is_file():
             raise UserError(f"{self.folder}: not empty, and not a run's folder", "give another --out_dir")
-        before = build(Config, read_toml(self.folder / "config.toml"))
+        before = logs.read_config(self.folder)
         if config.overwrite:
             return
         refuse_difference(before, config)

@@ -6,7 +6,7 @@ import codecs
 
 from pydantic import Field
 
-from config import Evaluation, UserError, build, command, parse, usage
+from config import Evaluation, UserError, command, run_arguments
 
 
 class Sample(Evaluation):
@@ -93,19 +93,16 @@ def encode_start(prompt, tokenizer):
 
 
 def main(argv):
-    if "--help" in argv or "-h" in argv:
-        print(usage(Sample, "python sample.py RUN [--key value ...]"))
+    given = run_arguments(argv, Sample, 'python sample.py RUN [--prompt "..."] [--key value ...]')
+    if given is None:
         return 0
-    words, values = parse(argv, Sample)
-    if len(words) != 1:
-        raise UserError(f"{len(words)} run folders given", 'usage: python sample.py RUN [--prompt "..."] [--key value ...]')
-    options = build(Sample, values)
+    folder, options = given
     prompt = starting_text(options)
     import torch  # takes seconds to import; --help and refusals do without
 
     import run
 
-    restored = run.restore(words[0], options.checkpoint, **options.changes())
+    restored = run.restore(folder, options.checkpoint, **options.changes())
     model, tokenizer = restored.model, restored.tokenizer
     start = encode_start(prompt, tokenizer)
     device = model.embed.weight.device

@@ -146,8 +146,7 @@ def train(config):
             progress.update(loss, x.numel() / (now - before))
             if step % config.log_interval == 0 or end:
                 run.log({"step": step, "tokens": step * x.numel(), "seconds": round(now - started, 3), "train_loss": loss,
-                         "lr": rate, "grad_norm": norm,
-                         "tokens_per_second": round(x.numel() / (now - before))})
+                         "lr": rate, "grad_norm": norm, "tokens_per_second": round(x.numel() / (now - before))})
                 progress.line((now - started) / step)
             if step % config.eval_interval == 0 or end:
                 result = lengths.evaluate(model, data, few)
@@ -169,7 +168,7 @@ def train(config):
         print(f"{run.folder}: stopped at step {step} of {config.max_iters} and saved; the same command goes on from here")
         run.tracker.finish({})
         return stop.code or 0
-    final = result if reached and result else lengths.evaluate(model, data, whole)
+    final = result if result and result["windows"] == len(whole) else lengths.evaluate(model, data, whole)
     run.log({"step": step, **final})
     runs.fill(model, runs.load(run.folder / "best.pt")["model"], run.folder / "best.pt")
     best = final if run.best["step"] == step else lengths.evaluate(model, data, whole)
