@@ -2,7 +2,6 @@
 
     python compare.py out/learned-1337 out/sinusoidal-1337 out/rope-1337
 """
-import json
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from pydantic import Field
 
 import logs
-from config import NEUTRAL, Options, UserError, build, command, parse, usage
+from config import NEUTRAL, Options, UserError, build, command, helped, parse
 
 # Colours that stay apart for colour-blind eyes (Okabe and Ito), and with dashes and markers also in grey print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999999")
@@ -21,17 +20,14 @@ MARKERS = "osD^vP*X"
 def read_run(folder):
     """-> {"name", "config", "summary", "log", "lengths"} of a run's folder."""
     folder = Path(folder)
-    config = logs.read_config(folder)
-    summary = {}
-    if (folder / "summary.json").is_file():
-        try:
-            summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        except ValueError:
-            summary = None
-        if not isinstance(summary, dict):
-            raise UserError(f"{folder / 'summary.json'}: not a summary of this program", "run train.py on it again")
-    return {"name": folder.name, "config": config, "summary": summary,
-            "log": logs.read(folder, "log.jsonl"), "lengths": latest(logs.read(folder, "lengths.jsonl"))}
+    return {"name": shortened(folder.resolve().name), "config": logs.read_config(folder), "summary": logs.read_summary(folder),
+            "log": logs.read(folder, "log.jsonl"), "lengths": latest(logs.read(folder, "lengths.jsonl"), "context"),
+            "positions": latest(logs.read(folder, "positions.jsonl"), "position")}
+
+
+def shortened(name, limit=48):
+    """A run's name as tables and legends have room for it."""
+    return name if len(name) <= limit else f"{name[:limit // 2]}...{name[3 - limit // 2:]}"
 
 
 def read_runs(folders):
@@ -39,15 +35,14 @@ def read_runs(folders):
     return [read_run(folder) for folder in {Path(folder).resolve(): folder for folder in folders}.values()]
 
 
-def latest(records):
-    """-> {name of a scaling, "" for none: {context: record}}, of each scaling the curve that was measured last."""
+def latest(records, axis):
+    """-> {name of a scaling, "" for none: {record[axis]: record}}, of each scaling the curve that was measured last."""
     curves = {}
     for record in records:
-        name = "" if record["scaling"] == "none" else f"{record['scaling']}-{record['factor']}"
-        if name not in curves or logs.curve(record) != logs.curve(next(iter(curves[name].values()))):
-            curves[name] = {}
-        curves[name][record["context"]] = record
-    return curves
+        points = curves.pop(logs.curve(record), {})
+        curves[logs.curve(record)] = points | {record[axis]: record}  # the last measured comes last
+    return {"" if r["scaling"] == "none" else logs.curve_name(r): points for points in curves.values()
+            for r in list(points.values())[-1:]}
 
 
 def groups(runs):
@@ -72,17 +67,19 @@ def spread(values, digits=4):
 
 
 def same_windows(runs):
-    """Whether the curves of all runs are over the same windows of the same text."""
-    return len({(run["summary"].get("data_sha256"), run["config"].tokenizer, run["config"].vocab_size, run["config"].block_size,
-                 run["config"].length_windows) for run in runs}) == 1
+    """Whether the curves of all runs are over the same windows of the same ids."""
+    return len({(record.get("data"), run["config"].block_size, len(record.get("window_losses", ())))
+                for run in runs for curve in run["lengths"].values() for record in curve.values()}) == 1
 
 
 def paired(curves, bases, context):
     """Mean over windows of (loss - loss of the bases in the same window) and its standard error, as text."""
-    ours, theirs = ([curve[context]["window_losses"] for curve in group if context in curve] for group in (curves, bases))
-    if not ours or not theirs:
+    ours, theirs = ([curve[context].get("window_losses", ()) for curve in group if context in curve]
+                    for group in (curves, bases))
+    if not any(ours) or not any(theirs):
         return "-"
-    differences = [statistics.fmean(a) - statistics.fmean(b) for a, b in zip(zip(*ours), zip(*theirs))]
+    differences = [statistics.fmean(a) - statistics.fmean(b)
+                   for a, b in zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True)]
     return f"{statistics.fmean(differences):+.3f}±{statistics.stdev(differences) / len(differences) ** 0.5:.3f}"
 
 
@@ -103,7 +100,7 @@ def table(folders):
     contexts = sorted({c for run in runs for curve in run["lengths"].values() for c in curve})
     rows = [["run", "encoding", "parameters", "final", "best", "bits/byte", "tokens/s", *(f"at {c}" for c in contexts)]]
     differences = [["difference, paired by window", "", *(f"at {c}" for c in contexts)]]
-    bases = None
+    bases, comparable = None, same_windows(runs)
     for name, members in groups(runs):
         summaries = [run["summary"] for run in members]
         speeds = [[r["tokens_per_second"] for r in run["log"] if "tokens_per_second" in r] for run in members]
@@ -116,57 +113,74 @@ def table(folders):
             rows.append((head if number == 0 else [f"  {key}", *[""] * 6]) + losses)
             if bases is None:
                 bases, base = curves, f"{name} {key}".strip()
-            else:
+            elif comparable:
                 differences.append([f"{name} {key}".strip(), f"- {base}", *(paired(curves, bases, c) for c in contexts)])
-    return aligned(rows) + ("\n\n" + aligned(differences) if len(differences) > 1 and same_windows(runs) else "")
+    return aligned(rows) + ("\n\n" + aligned(differences) if len(differences) > 1 else "")
+
+
+def points(curves):
+    """Curves {x: record} of several seeds -> the x that all have, mean losses, and their spread.
+
+    Over several seeds the spread is their standard deviation, for one run the standard error over windows.
+    """
+    xs = sorted(set.intersection(*(set(curve) for curve in curves)))
+    losses = [[curve[x]["loss"] for curve in curves] for x in xs]
+    spreads = [statistics.stdev(values) if len(values) > 1 else curves[0][x]["stderr"] for values, x in zip(losses, xs)]
+    return xs, [statistics.fmean(values) for values in losses], spreads
+
+
+def draw_steps(axes, members, style):
+    """Training and validation loss over steps."""
+    for run in members:
+        train, val = ([r for r in run["log"] if key in r] for key in ("train_loss", "val_loss"))
+        axes.plot([r["step"] for r in train], [r["train_loss"] for r in train], color=style["color"], alpha=0.25, linewidth=0.8)
+        axes.plot([r["step"] for r in val], [r["val_loss"] for r in val], **style, markersize=4)
 
 
 def draw(folders, path):
-    """Loss over steps, and loss over context with the training length marked, for all runs in one picture."""
+    """Loss over steps, over context and over position, for all runs in one picture, with the training length marked."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     runs = read_runs(folders)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
-    number = 0
+    figure, ((steps, by_context), (by_position, legend)) = plt.subplots(2, 2, figsize=(12, 8.4), layout="constrained")
+    handles, number = {}, 0
     for i, (name, members) in enumerate(groups(runs)):
-        colour, dash = COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]
-        for j, run in enumerate(members):
-            train = [r for r in run["log"] if "train_loss" in r]
-            left.plot([r["step"] for r in train], [r["train_loss"] for r in train], color=colour, alpha=0.25, linewidth=0.8)
-            points = [r for r in run["log"] if "val_loss" in r]
-            left.plot([r["step"] for r in points], [r["val_loss"] for r in points], color=colour, linestyle=dash,
-                      marker=MARKERS[i % 8], markersize=4, label=None if j else name)
-        for key in dict.fromkeys(key for run in members for key in run["lengths"]):
-            curves = [run["lengths"][key] for run in members if key in run["lengths"]]
-            contexts = sorted(set.intersection(*(set(curve) for curve in curves)))
-            losses = [[curve[c]["loss"] for curve in curves] for c in contexts]
-            means = [statistics.fmean(values) for values in losses]
-            # Over several seeds the bar is their standard deviation, for one run the standard error over windows.
-            bars = [statistics.stdev(v) if len(v) > 1 else curves[0][c]["stderr"] for v, c in zip(losses, contexts)]
-            style = DASHES[number % len(DASHES)] if key else dash
-            right.errorbar(contexts, means, bars, color=colour if not key or len(runs) > 1 else COLOURS[number % len(COLOURS)],
-                           linestyle=style, marker=MARKERS[number % 8], markersize=5, capsize=2, label=f"{name} {key}".strip())
+        for j, key in enumerate(dict.fromkeys(key for run in members for key in run["lengths"]) or [""]):
+            style = {"color": COLOURS[(i if len(runs) > 1 else number) % len(COLOURS)],
+                     "marker": MARKERS[number % len(MARKERS)], "linestyle": DASHES[(j + i // len(COLOURS)) % len(DASHES)]}
             number += 1
-    for length in sorted({run["config"].block_size for run in runs}):
-        right.axvline(length, color="grey", linestyle=":", linewidth=1)
-        right.annotate(f"trained at {length}", (length, 1), xycoords=("data", "axes fraction"), xytext=(3, -3),
-                       textcoords="offset points", rotation=90, va="top", fontsize=8, color="grey")
-    left.set(xlabel="step", ylabel="loss (nats per token)", title="training (faint) and validation loss")
-    right.set(xlabel="context (tokens)", ylabel="loss (nats per token)", title="loss on the same targets by context")
-    ticks = sorted({c for run in runs for curve in run["lengths"].values() for c in curve})
-    if ticks:
-        right.set_xscale("log", base=2)
-        right.set_xticks(ticks, [str(c) for c in ticks])
-        right.minorticks_off()
-    for axes in (left, right):
+            label = f"{name} {key}".strip()
+            handles[label] = plt.Line2D([], [], **style, label=label)
+            if j == 0:
+                draw_steps(steps, members, style)
+            if curves := [run["lengths"][key] for run in members if key in run["lengths"]]:
+                by_context.errorbar(*points(curves), **style, markersize=5, capsize=2)
+            if curves := [run["positions"][key] for run in members if key in run["positions"]]:
+                xs, means, spreads = points(curves)
+                xs = [x + 1 for x in xs]
+                by_position.plot(xs, means, **style, markersize=3, linewidth=1)
+                by_position.fill_between(xs, *([m + sign * s for m, s in zip(means, spreads)] for sign in (-1, 1)),
+                                         color=style["color"], alpha=0.12, linewidth=0)
+    steps.set(xlabel="step", title="training (faint) and validation loss")
+    by_context.set(xlabel="context (tokens)", title="loss on the same targets by context")
+    by_position.set(xlabel="tokens seen", title="loss by position in the longest windows")
+    for axes in (by_context, by_position):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        for length in sorted({run["config"].block_size for run in runs}):
+            axes.axvline(length, color="grey", linestyle=":", linewidth=1)
+            axes.annotate(f"trained at {length}", (length, 1), xycoords=("data", "axes fraction"), xytext=(3, -3),
+                          textcoords="offset points", rotation=90, va="top", fontsize=8, color="grey")
+    for axes in (steps, by_context, by_position):
+        axes.set_ylabel("loss (nats per token)")
         axes.grid(alpha=0.25)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, fontsize=8)
+    legend.axis("off")
+    legend.legend(handles=list(handles.values()), loc="upper left", frameon=False)
     try:
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=100)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be written", str(error)) from None
     finally:
@@ -178,14 +192,12 @@ class Compare(Options):
     """Where the picture goes; .png, .svg and .pdf are known by their endings."""
 
 
+@helped(Compare, "python compare.py RUN RUN ... [--picture PATH]")
 def main(argv):
-    if "--help" in argv or "-h" in argv:
-        print(usage(Compare, "python compare.py RUN RUN ... [--picture PATH]"))
-        return 0
     folders, values = parse(argv, Compare)
     options = build(Compare, values)
     if not folders:
-        raise UserError("no run folders given", "usage: python compare.py RUN RUN ... [--picture PATH]")
+        raise UserError("no run folders given", "name some, such as out/rope-1337 out/learned-1337; --help shows the rest")
     picture = options.picture if Path(options.picture).suffix else f"{options.picture}.png"
     print(table(folders))
     draw(folders, picture)

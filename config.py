@@ -5,7 +5,10 @@
 Files and command line are merged as dictionaries (later wins) and validated once, so that both get the same errors: two
 lines and exit code 2. Imports neither torch nor any module of this project.
 """
+import copy
 import difflib
+import functools
+import hashlib
 import json
 import os
 import re
@@ -16,7 +19,7 @@ import typing
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 Auto = Literal["auto"]
 
@@ -61,13 +64,13 @@ class Config(Options):
     """Size of the vocabulary that tokenizer = "bpe" trains; the other tokenizers bring their own."""
 
     # ---- model
-    n_layer: int = Field(4, ge=1)
+    n_layer: int = Field(4, ge=1, le=1000)
     """Number of transformer blocks."""
-    n_head: int = Field(4, ge=1)
+    n_head: int = Field(4, ge=1, le=1000)
     """Attention heads in each block."""
-    n_embd: int = Field(128, ge=1)
+    n_embd: int = Field(128, ge=1, le=65536)
     """Width of the residual stream."""
-    block_size: int = Field(256, ge=4)
+    block_size: int = Field(256, ge=4, le=2**24)
     """Tokens in a training window: the training length."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of activations dropped in training."""
@@ -81,37 +84,37 @@ class Config(Options):
     """Normalize each head's queries and keys before they are rotated."""
     tied: bool = True
     """One matrix for token embeddings and output logits."""
-    embedding_std: float = Field(0.02, gt=0)
+    embedding_std: float = Field(0.02, gt=0, le=100)
     """Initial standard deviation of token embeddings and of positions added to them."""
 
     # ---- position
     position: Literal["none", "learned", "sinusoidal", "rope"] = "rope"
     """How the model learns where a token stands."""
-    rope_base: float = Field(10000.0, gt=1)
+    rope_base: float = Field(10000.0, gt=1, le=1e12)
     """rope: the slowest plane turns once in 2 pi base positions."""
     rope_fraction: float = Field(1.0, gt=0, le=1)
     """rope: share of each head's dimensions that is rotated; the rest carries no position."""
     rope_scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
     """rope: how the planes are slowed for windows longer than rope_original_context."""
-    rope_factor: Auto | Annotated[float, Field(ge=1)] = "auto"
+    rope_factor: Auto | Annotated[float, Field(ge=1, le=1e6)] = "auto"
     """rope: the stretch, or auto = max(1, evaluated length / rope_original_context)."""
     rope_original_context: int | None = Field(None, ge=1)
     """rope: the training length that scalings refer to; block_size unless given."""
-    beta_fast: float | None = Field(None, gt=0)
+    beta_fast: float | None = Field(None, gt=0, le=1e6)
     """yarn: planes that turn more often than this within the original context stay as they are (32 unless given)."""
-    beta_slow: float | None = Field(None, gt=0)
+    beta_slow: float | None = Field(None, gt=0, le=1e6)
     """yarn: planes that turn less often than this are stretched by the whole factor (1 unless given)."""
-    attention_factor: float | None = Field(None, gt=0)
+    attention_factor: float | None = Field(None, gt=0, le=1e6)
     """yarn: multiplies queries and keys; 0.1 ln(factor) + 1 unless given."""
 
     # ---- training
     optimizer: Literal["adamw", "muon"] = "muon"
     """adamw for everything, or muon for the matrices of the blocks and adamw for the rest."""
-    batch_size: int = Field(8, ge=1)
+    batch_size: int = Field(8, ge=1, le=2**20)
     """Windows in a micro-batch."""
-    gradient_accumulation_steps: int = Field(1, ge=1)
+    gradient_accumulation_steps: int = Field(1, ge=1, le=2**20)
     """Micro-batches in an iteration."""
-    max_iters: int = Field(400, ge=1)
+    max_iters: int = Field(400, ge=1, le=10**12)
     """Iterations in the run."""
     learning_rate: float = Field(0.01, gt=0)
     """Highest learning rate of adamw; on its own, with optimizer = "adamw", it wants about 0.003."""
@@ -125,8 +128,8 @@ class Config(Options):
     """Shape of the decay to min_lr."""
     decay_fraction: float = Field(1.0, gt=0, le=1)
     """Last share of the run over which the learning rate decays; 1 = from the end of the warm-up."""
-    warmup_iters: int = Field(20, ge=0)
-    """Iterations over which the learning rate rises."""
+    warmup_iters: Auto | Annotated[int, Field(ge=0)] = "auto"
+    """Iterations over which the learning rate rises; auto = 20, or half of a run shorter than 40."""
     weight_decay: float = Field(0.1, ge=0)
     """Weight decay of matrices; vectors and position parameters get none."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -163,7 +166,7 @@ class Config(Options):
     """Precision of training (autocast); evaluation is always in float32."""
     compile: Auto | bool = "auto"
     """Compile the blocks with torch.compile; auto = on CUDA, and on CPUs for runs long enough to gain from it."""
-    threads: int = Field(0, ge=0)
+    threads: int = Field(0, ge=0, le=1024)
     """CPU threads; 0 = as many as torch takes, one for each core."""
 
     # ---- results
@@ -202,7 +205,7 @@ class Config(Options):
                 raise contradiction(self, name, f"is a parameter of rope_scaling = {takers}; here it is {self.rope_scaling}")
         if (self.beta_fast or 32) <= (self.beta_slow or 1):
             raise contradiction(self, "beta_fast", f"must be above beta_slow = {self.beta_slow or 1}")
-        if self.warmup_iters >= self.max_iters:
+        if self.warmup >= self.max_iters:
             raise contradiction(self, "warmup_iters", f"must be below max_iters = {self.max_iters}")
         if self.min_lr > self.learning_rate:
             raise contradiction(self, "min_lr", f"must be at most learning_rate = {self.learning_rate}")
@@ -218,6 +221,11 @@ class Config(Options):
         return round(self.rope_fraction * self.head_dim)
 
     @property
+    def warmup(self):
+        """Iterations over which the learning rate rises."""
+        return min(20, self.max_iters // 2) if self.warmup_iters == "auto" else self.warmup_iters
+
+    @property
     def original_context(self):
         """The training length that rope scalings refer to."""
         return self.rope_original_context or self.block_size
@@ -226,6 +234,18 @@ class Config(Options):
         """The stretch that rope_factor comes to for a window of `length` tokens."""
         return max(1.0, length / self.original_context) if self.rope_factor == "auto" else self.rope_factor
 
+    def applied(self, length):
+        """The stretch that positions really get in a window of `length` tokens; 1 without a scaling."""
+        return 1.0 if self.rope_scaling == "none" else self.factor(length)
+
+    def reading(self):
+        """How positions are read in an evaluation, as records of length curves say it: -> {"scaling", "factor", "settings"}."""
+        if self.rope_scaling == "none":
+            return {"scaling": "none", "factor": 1.0, "settings": {}}
+        settings = {"rope_original_context", *SCALING_PARAMETERS[self.rope_scaling]}
+        return {"scaling": self.rope_scaling, "factor": self.rope_factor,
+                "settings": self.model_dump(include=settings, exclude_none=True)}
+
     def toml(self):
         """The effective config as text that `read_toml` reads again; keys without a value are left out."""
         text = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
@@ -233,29 +253,31 @@ class Config(Options):
         return text.replace("\x7f", "\\u007f")  # the one character that JSON allows in a string and TOML does not
 
 
-class Evaluation(Options):
-    """What lengths.py and sample.py share: which weights, how positions are read, and where it computes."""
+# Keys that may be given anew when a trained model is evaluated: how positions are read, and where it computes.
+READING = ("rope_scaling", "rope_factor", "rope_original_context", *sum(SCALING_PARAMETERS.values(), ()), "device")
+
+
+class Checkpoint(Options):
+    """Which weights of a run are evaluated, and which of its keys are read in place of the trained ones."""
 
     checkpoint: Literal["best", "last"] = "best"
     """Which weights of the run."""
-    rope_scaling: str | None = None
-    """Another scaling than in training: none, linear, ntk or yarn."""
-    rope_factor: str | None = None
-    """Its factor, a number or auto = max(1, tokens of the window / training length)."""
-    rope_original_context: int | None = Field(None, ge=1)
-    """The training length it refers to."""
-    beta_fast: float | None = None
-    """yarn, as in training."""
-    beta_slow: float | None = None
-    """yarn, as in training."""
-    attention_factor: float | None = None
-    """yarn, as in training."""
-    device: str | None = None
-    """auto, cpu, cuda, cuda:N or mps; as in training unless given."""
 
     def changes(self):
-        """-> the config keys that are given here, to be read in place of the trained ones."""
-        return self.model_dump(include=set(Evaluation.model_fields) - {"checkpoint"}, exclude_none=True)
+        """-> {key: value} of READING that were given."""
+        return self.model_dump(include=set(READING), exclude_none=True)
+
+
+def fields(keys, optional=False):
+    """-> the Config's fields of these names for pydantic's create_model, with None as the default if they are optional."""
+    chosen = {key: copy.deepcopy(Config.model_fields[key]) for key in keys}
+    if optional:
+        for field in chosen.values():
+            field.default = None
+    return {key: (field.annotation | None if optional else field.annotation, field) for key, field in chosen.items()}
+
+
+Evaluation = create_model("Evaluation", __base__=Checkpoint, **fields(READING, optional=True))  # lengths.py, sample.py
 
 
 def contradiction(config, key, why):
@@ -272,6 +294,9 @@ def allowed(field):
     """What a pydantic field accepts, in words: 'auto or a number >= 1'."""
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "pattern": "like"}
 
+    def plain(limit):
+        return int(limit) if isinstance(limit, float) and limit.is_integer() else limit
+
     def words(kind, limits):
         if typing.get_origin(kind) is Literal:
             return list(typing.get_args(kind))
@@ -281,8 +306,9 @@ def allowed(field):
         if typing.get_origin(kind) in (typing.Union, types.UnionType):
             return [w for k in typing.get_args(kind) if k is not type(None) for w in words(k, limits)]
         name = {bool: "true or false", int: "an integer", float: "a number", list[int]: "integers"}.get(kind, "text")
-        return [" and ".join([name] + [f"{sign} {getattr(part, key)}" for part in limits for key, sign in signs.items()
-                                       if getattr(part, key, None) is not None]).replace(" and ", " ", 1)]
+        conditions = [f"{sign} {plain(getattr(part, key))}" for part in limits for key, sign in signs.items()
+                      if getattr(part, key, None) is not None]
+        return [f"{name} {' and '.join(conditions)}".strip()]
 
     return " or ".join(words(field.annotation, field.metadata))
 
@@ -292,11 +318,31 @@ def takes(field, kind):
     return kind in (field.annotation, *typing.get_args(field.annotation))
 
 
+class Help(Exception):
+    """--help was asked for."""
+
+
+def helped(model, line):
+    """Decorate a program's main(argv) -> exit code: --help prints the keys of `model` below a usage line, and that is all."""
+    def decorate(main):
+        @functools.wraps(main)
+        def program(argv):
+            try:
+                return main(argv)
+            except Help:
+                print(usage(model, line))
+                return 0
+        return program
+    return decorate
+
+
 def parse(argv, model):
     """Split a command line by the keys of `model`: -> (positional words, {key: value as text})."""
     words, values, i = [], {}, 0
     while i < len(argv):
         word, i = argv[i], i + 1
+        if word in ("-h", "--help"):
+            raise Help
         if not word.startswith("--"):
             words.append(word)
             continue
@@ -369,6 +415,8 @@ def load(argv):
         name = "+".join(Path(f).stem for f in files) or config.position
         shown = {k: v for k, v in changes.items() if k not in (*NEUTRAL, "seed")}
         name += "".join(f"-{k}={Path(v).name if k == 'dataset' else v}" for k, v in sorted(shown.items()))
+        if len(name.encode("utf-8", "replace")) > 160:  # file systems end names at 255 bytes
+            name = f"{name[:35]}-{hashlib.sha256(name.encode('utf-8', 'replace')).hexdigest()[:12]}"
         folder = re.sub(r"[^\w.=+-]", "_", f"{name}-{config.seed}")
         config = config.model_copy(update={"out_dir": f"out/{folder}"})
     return config
@@ -383,20 +431,17 @@ def usage(model, line):
     return "\n".join(rows)
 
 
-def run_arguments(argv, model, line):
-    """The command line of a program about one run: -> (its folder, options), or None after printing the help."""
-    if "--help" in argv or "-h" in argv:
-        print(usage(model, line))
-        return None
+def run_arguments(argv, model):
+    """The command line of a program about one run: -> (its folder, options)."""
     words, values = parse(argv, model)
     if len(words) != 1:
-        raise UserError(f"{len(words)} run folders given", f"usage: {line}")
+        raise UserError(f"{len(words)} run folders given", "name one, such as out/rope-1337; --help shows the rest")
     return words[0], build(model, values)
 
 
 def command(main):
     """Run a program's main(argv) as a process: bad input is two lines and exit code 2, never a traceback."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace")  # a console that cannot print a character must not end a run
     try:
         sys.exit(main(sys.argv[1:]))

@@ -14,7 +14,7 @@ import numpy as np
 import compare
 import logs
 from batches import gather, load_data, window_ends
-from config import Evaluation, UserError, command, run_arguments
+from config import Evaluation, UserError, command, helped, run_arguments
 
 MULTIPLES = (1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # contexts, as multiples of block_size
 TOKENS = 2**11  # tokens in a batch of windows: more do not fit the cache of a CPU
@@ -94,8 +94,11 @@ def choose_contexts(model, asked, longest, windows=2):
             skipped.append(f"context {context}: shorter than the {K} targets that are scored")
         elif context > model.position.reach:
             skipped.append(f"context {context}: {config.position} positions end at {model.position.reach}")
-        elif context > longest or windows < 2:  # of one window there is no standard error
+        elif windows < 2:  # of one window there is no standard error
             skipped.append(f"context {context}: the validation text has too few documents longer than {longest} tokens")
+        elif context > longest:
+            reason = "16 times block_size" if longest == 16 * config.block_size else "the text has few longer documents"
+            skipped.append(f"context {context}: windows end at {longest} tokens, {reason}")
         else:
             measured.append(context)
     return measured, skipped
@@ -110,38 +113,52 @@ def curves(model, data, contexts=None):
     for context in measured:
         far = context == measured[-1]
         losses = window_losses(model, data.val, at, context, context if far else K)
-        by_c.append({"context": context, "applied": 1.0 if config.rope_scaling == "none" else config.factor(context),
-                     **by_context(losses[:, -K:], data.bytes(at[:, None] + np.arange(1 - K, 1)))})
+        applied = {"context": context, "applied": config.applied(context)}
+        by_c.append(applied | by_context(losses[:, -K:], data.bytes(at[:, None] + np.arange(1 - K, 1))))
         if far:
-            by_p = by_position(losses)
+            by_p = [applied | record for record in by_position(losses)]
     return by_c, by_p, skipped
 
 
-def measure(folder, model, step, checkpoint, data, tracker, contexts=None):
-    """Compute the length curves of a model, write them into the run's folder, print, draw and track them."""
+def measure(folder, model, step, checkpoint, data, tracker, contexts=None, trained=None):
+    """Compute the length curves of a model, write them into the run's folder, print, draw and track them.
+
+    trained: the Config it was trained with, where model.config is another. A curve is called fine-tuned if the weights
+    were trained with the very stretch that it is measured with; otherwise the stretch is zero-shot.
+    """
     config = model.config
+    trained = trained or config
     by_c, by_p, skipped = curves(model, data, contexts)
     # What tells one curve from another; `factor` is what was asked for, `applied` in each record what it came to.
-    label = {"step": step, "checkpoint": checkpoint, "scaling": config.rope_scaling,
-             "factor": config.rope_factor if config.rope_scaling != "none" else 1.0, "finetuned": False}
+    label = {"step": step, "checkpoint": checkpoint, **config.reading(), "data": data.sha256[:12],
+             "finetuned": config.reading() == trained.reading() and trained.applied(trained.block_size) > 1}
     by_c, by_p = [label | r for r in by_c], [label | r for r in by_p]
     logs.append(folder, "lengths.jsonl", by_c)
     if by_p:  # its bins take the place of those of a longer or shorter curve
         logs.keep(folder, "positions.jsonl", lambda record: logs.curve(record) != logs.curve(by_p[0]))
     logs.append(folder, "positions.jsonl", by_p)
-    print("\n".join([table(by_c, config), *skipped]))
+    print("\n".join([table(by_c, by_p, config), *skipped]))
     tracker.curves(by_c, by_p)
     compare.draw([folder], folder / "curves.png")
 
 
-def table(records, config):
-    """The curve as text."""
-    scaling = "" if config.rope_scaling == "none" else f", rope_scaling {config.rope_scaling}, rope_factor {config.rope_factor}"
-    rows = [f"loss on the same targets by context ({config.position}, trained at {config.block_size}{scaling})",
-            f"{'context':>8} {'x train':>8} {'factor':>7} {'loss':>8} {'stderr':>8} {'bits/byte':>10}"]
-    for r in records:
+def table(by_context, by_position, config):
+    """Both curves as text; of the positions those that double."""
+    rows = []
+    if by_context:
+        first = by_context[0]
+        scaling = f", {logs.curve_name(first)}" + ", zero-shot" * (not first["finetuned"]) if first["scaling"] != "none" else ""
+        rows += [f"loss on the same targets by context ({config.position}, trained at {config.block_size}{scaling})",
+                 f"{'context':>8} {'x train':>8} {'factor':>7} {'loss':>8} {'stderr':>8} {'bits/byte':>10}"]
+    for r in by_context:
         rows.append(f"{r['context']:>8} {r['context'] / config.block_size:>8g} {r['applied']:>7g} {r['loss']:>8.4f} "
                     f"{r['stderr']:>8.4f} {r['bpb']:>10.4f}")
+    shown = [r for r in by_position if r["position"] & (r["position"] - 1) == 0]
+    if shown:
+        rows += [f"loss by position in windows of {shown[0]['context']} tokens, factor {shown[0]['applied']:g}",
+                 " position " + "".join(f"{r['position']:>7}" for r in shown),
+                 " loss     " + "".join(f"{r['loss']:>7.3f}" for r in shown),
+                 " stderr   " + "".join(f"{r['stderr']:>7.3f}" for r in shown)]
     return "\n".join(rows)
 
 
@@ -150,11 +167,9 @@ class Lengths(Evaluation):
     """Contexts in tokens; block_size times 1/4, 1/2, 1, 2, 4, 8, 16 unless given."""
 
 
+@helped(Lengths, "python lengths.py RUN [--key value ...]")
 def main(argv):
-    given = run_arguments(argv, Lengths, "python lengths.py RUN [--key value ...]")
-    if given is None:
-        return 0
-    folder, options = given
+    folder, options = run_arguments(argv, Lengths)
     import run  # torch takes seconds to import; --help and refusals do without
 
     restored = run.restore(folder, options.checkpoint, **options.changes())
@@ -163,7 +178,8 @@ def main(argv):
         raise UserError(f"dataset = {restored.config.dataset}: the text has changed since {restored.folder} was trained",
                         "its curves would not be comparable; train again with --overwrite")
     tracker = logs.TRACKERS[restored.trained.wandb](restored.folder, restored.trained)
-    measure(restored.folder, restored.model, restored.step, options.checkpoint, data, tracker, options.contexts)
+    measure(restored.folder, restored.model, restored.step, options.checkpoint, data, tracker, options.contexts,
+            restored.trained)
     tracker.finish({})
     return 0
 

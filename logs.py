@@ -27,12 +27,31 @@ def read_config(folder):
     if not (folder / "config.toml").is_file():
         near = [str(p.parent) for p in sorted(folder.parent.glob("*/config.toml"))]
         raise UserError(f"{folder}: no run in this folder", nearest(str(folder), near) if near else "train one first")
-    return build(Config, read_toml(folder / "config.toml"))
+    try:
+        return build(Config, read_toml(folder / "config.toml"))
+    except UserError as error:
+        raise UserError(f"{folder / 'config.toml'}: {error.problem}", error.advice) from None
+
+
+def read_summary(folder):
+    """-> what summary.json of a run's folder holds, {} while the run is not finished or where the file is damaged."""
+    try:
+        summary = json.loads(Path(folder, "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
 
 
 def curve(record):
     """What tells one length curve from another."""
-    return tuple(record[key] for key in ("step", "checkpoint", "scaling", "factor", "finetuned"))
+    return (*(record[key] for key in ("step", "checkpoint", "scaling", "factor", "finetuned")),
+            json.dumps(record.get("settings", {})))
+
+
+def curve_name(record):
+    """How a curve is called where others of the same run stand beside it: none-1.0, yarn-auto, yarn-4.0-beta_fast=16.0."""
+    name = f"{record['scaling']}-{record['factor']}" + "".join(f"-{k}={v}" for k, v in record.get("settings", {}).items())
+    return name + "-finetuned" * record["finetuned"]
 
 
 def read(folder, name):
@@ -138,10 +157,11 @@ class Wandb:
         """A length curve, already in the run's files: rows over their own axes, and a chart in which runs overlay."""
         if not by_context:
             return
-        name = f"{by_context[0]['scaling']}-{by_context[0]['factor']}"
+        name = curve_name(by_context[0])
         rows = [{"lengths/context": r["context"], **{f"lengths/{name}/{k}": r[k] for k in ("loss", "stderr", "bpb")}}
                 for r in by_context]
-        rows += [{"positions/position": r["position"], f"positions/{name}/loss": r["loss"]} for r in by_position]
+        rows += [{"positions/position": r["position"], **{f"positions/{name}/{k}": r[k] for k in ("loss", "stderr")}}
+                 for r in by_position]
         data = self.wandb.Table(columns=["context", "loss"], data=[[r["context"], r["loss"]] for r in by_context])
         rows.append({f"charts/{name}": self.wandb.plot.line(data, "context", "loss", title=f"loss by context, {name}")})
         # Above all rows so far: the log's, and less than a hundred for each line of a curve.

@@ -3,10 +3,12 @@
 Sizes, here and in position.py: B batch, T new tokens, S all keys, C width, H heads, D head size, V vocabulary.
 """
 import math
+from functools import partial
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from position import POSITIONS
 from rope import precise, rotate
@@ -126,9 +128,9 @@ class GPT(nn.Module):
         """ids (B, T) -> logits (B, T, V); arguments as in `hidden`."""
         return precise(self.head(self.hidden(ids, pos, past)))
 
-    def loss(self, ids, targets):
-        """ids, targets (B, T) -> mean cross-entropy in nats, to be differentiated."""
-        return F.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
+    def loss(self, ids, targets, last=None):
+        """ids, targets (B, T) -> mean cross-entropy in nats of the last targets, all unless given, to be differentiated."""
+        return self.cross_entropy(self.hidden(ids), targets, last or ids.size(1)).mean()
 
     @torch.no_grad()
     def losses(self, ids, targets, last=None):
@@ -138,11 +140,24 @@ class GPT(nn.Module):
         logits that are scored exist, a part at a time.
         """
         T = ids.size(1)
-        last, past = last or T, self.past(T) if T > self.CHUNK else None
-        x = torch.cat([self.hidden(chunk, past=past) for chunk in ids.split(self.CHUNK, 1)], 1)[:, -last:]
+        past = self.past(T) if T > self.CHUNK else None
+        x = torch.cat([self.hidden(chunk, past=past) for chunk in ids.split(self.CHUNK, 1)], 1)
+        return self.cross_entropy(x, targets, last or T)
+
+    def cross_entropy(self, x, targets, last):
+        """Hidden x (B, T, C), targets (B, T) -> (B, last) nats, with no more than LOGITS logits in memory at once."""
+        def score(x, targets):
+            return F.cross_entropy(precise(self.head(x)), targets, reduction="none")
+
         size = max(1, self.LOGITS // self.head.out_features)
-        rows = zip(x.flatten(0, 1).split(size), targets[:, -last:].flatten().split(size))
-        return torch.cat([F.cross_entropy(precise(self.head(r)), t, reduction="none") for r, t in rows]).view(-1, last)
+        parts = list(zip(x[:, -last:].flatten(0, 1).split(size), targets[:, -last:].flatten().split(size)))
+        if len(parts) > 1 and torch.is_grad_enabled():  # the gradient computes each part's logits once more
+            score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([score(*part) for part in parts]).view(-1, last)
+
+    def size(self):
+        """Number of parameters, a learned position table included."""
+        return sum(p.numel() for p in self.parameters())
 
     def past(self, capacity):
         """An empty cache for a window of `capacity` tokens."""
@@ -158,6 +173,8 @@ def initialize(module, config, seed):
         elif isinstance(part, nn.Linear) and not (name == "head" and config.tied):
             # What a block adds to the residual stream starts small, so that depth does not matter at the start.
             std = part.in_features ** -0.5 * ((2 * config.n_layer) ** -0.5 if name.endswith(".out") else 1)
+            if name == "head":  # as the tied one: the first guess is an even one
+                std = config.embedding_std
             nn.init.normal_(part.weight, std=std, generator=generator)
             if part.bias is not None:
                 nn.init.zeros_(part.bias)

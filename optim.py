@@ -67,9 +67,9 @@ def build(model, config):
 
 def learning_rate(step, config):
     """Learning rate of adamw at iteration `step`, counted from 0: up in warmup_iters, level, then down to min_lr."""
-    if step < config.warmup_iters:
-        return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
-    start = max(config.warmup_iters, min(round((1 - config.decay_fraction) * config.max_iters), config.max_iters - 1))
+    if step < config.warmup:
+        return config.learning_rate * (step + 1) / (config.warmup + 1)
+    start = max(config.warmup, min(round((1 - config.decay_fraction) * config.max_iters), config.max_iters - 1))
     done = min(1.0, max(0.0, (step - start) / (config.max_iters - start)))
     left = 1 - done if config.lr_decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return config.min_lr + (config.learning_rate - config.min_lr) * left

@@ -46,9 +46,9 @@ class Position(nn.Module):
         is a part of it; len(pos) unless given.
         """
         S, device = len(pos), pos.device
-        if self.reach < S:
-            raise UserError(f"{S} tokens asked of {self.config.position} positions",
-                            f"the table ends at {self.reach}; there is no answer beyond it")
+        if self.reach < math.inf and pos.max() >= self.reach:
+            raise UserError(f"position {pos.max()} asked of {self.config.position} positions",
+                            f"the table holds {self.reach}, from 0 on; there is no answer beyond it")
         new = pos[S - T:]
         mask = self.bias(torch.arange(self.config.n_head, device=device)[:, None, None], new[:, None], pos)
         if mask is not None or 1 < T < S:

@@ -1,4 +1,5 @@
 """The run's folder: what is in it, how it is written so that nothing is lost, and how a model comes back from it."""
+import importlib.util
 import io
 import json
 import os
@@ -6,6 +7,8 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,12 +45,13 @@ def available(device):
 
 
 def worth_compiling(config, device):
-    """On a GPU always; on a CPU where training is long enough to win back the compiler's time, and a compiler is there."""
+    """On a GPU, or on a CPU where training is long enough to win back the compiler's time; where there is a compiler."""
     if device != "cpu":
-        return device.startswith("cuda")
+        return device.startswith("cuda") and importlib.util.find_spec("triton") is not None
     tokens = config.max_iters * config.batch_size * config.gradient_accumulation_steps * config.block_size
     long = 6 * 12 * config.n_layer * config.n_embd**2 * tokens > 5e13
-    return long and any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
+    return (long and any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
+            and Path(sysconfig.get_path("include"), "Python.h").exists())
 
 
 def fresh(value):
@@ -78,6 +82,9 @@ def load(path, wanted=CONTENT):
         raise UserError(f"{path}: no checkpoint", "train the run first: python train.py CONFIG.toml")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
+        with zipfile.ZipFile(path) as archive:
+            if part := archive.testzip():  # torch does not look at the checksums
+                raise ValueError(f"checksum of {part}")
     except Exception as error:  # torch raises a dozen kinds for damaged files, pickle's among them
         reason = (str(error) or type(error).__name__).splitlines()[0][:100]
         raise UserError(f"{path}: damaged, or no checkpoint ({reason})",
@@ -155,12 +162,17 @@ class Run:
     def __init__(self, config):
         """Look at config.out_dir, and refuse what is not this run."""
         self.config, self.folder, self.state, self.finished = config, Path(config.out_dir), None, False
-        if any(part.is_file() for part in (self.folder, *self.folder.parents)):
-            raise UserError(f"{self.folder}: a file is in the way", "give another --out_dir")
-        if not self.folder.exists() or not any(self.folder.iterdir()):
-            return
+        try:
+            if any(part.is_file() for part in (self.folder, *self.folder.parents)):
+                raise UserError(f"{self.folder}: a file is in the way", "give another --out_dir")
+            if not self.folder.exists() or not any(self.folder.iterdir()):
+                return
+        except OSError as error:
+            raise UserError(f"{config.out_dir}: {error.strerror}", "give another --out_dir") from None
         if not (self.folder / "config.toml").is_file():
             raise UserError(f"{self.folder}: not empty, and not a run's folder", "give another --out_dir")
+        if config.overwrite and (self.folder / "last.pt").exists():
+            return  # whatever else is in there, it is a run
         before = logs.read_config(self.folder)
         if config.overwrite:
             return
@@ -169,7 +181,7 @@ class Run:
             logs.read(self.folder, name)
         if (self.folder / "last.pt").exists():
             self.state = load(self.folder / "last.pt", CONTENT | RESUMABLE)
-            self.finished = (self.folder / "summary.json").exists() and config.max_iters == before.max_iters
+            self.finished = bool(logs.read_summary(self.folder)) and config.max_iters == before.max_iters
             if config.max_iters > before.max_iters:
                 print(f"{self.folder}: max_iters grows from {before.max_iters} to {config.max_iters}, "
                       f"and the learning rate follows the longer schedule from step {self.state['step']} on")
@@ -225,6 +237,10 @@ class Run:
         if val_loss < self.best["val_loss"]:
             self.best = {"step": step, "val_loss": val_loss}
             save(self.folder / "best.pt", {"step": step, "model": model.state_dict(), "data_sha256": self.data_sha256})
+
+    def load_best(self, model):
+        """Give the model the weights of best.pt."""
+        fill(model, load(self.folder / "best.pt")["model"], self.folder / "best.pt")
 
     def save_last(self, model, optimizers, step, reached):
         """Write last.pt, from which training goes on bit for bit: no clock and no random state are in it."""

@@ -6,7 +6,7 @@ import codecs
 
 from pydantic import Field
 
-from config import Evaluation, UserError, command, run_arguments
+from config import Evaluation, UserError, command, helped, run_arguments
 
 
 class Sample(Evaluation):
@@ -14,9 +14,9 @@ class Sample(Evaluation):
     """Text to go on from; the beginning of a document, or a line break where the text has no documents, unless given."""
     prompt_file: str | None = None
     """A UTF-8 file to go on from, instead of prompt."""
-    tokens: int = Field(300, ge=1)
+    tokens: int = Field(300, ge=1, le=10**9)
     """Tokens to generate."""
-    samples: int = Field(1, ge=1)
+    samples: int = Field(1, ge=1, le=4096)
     """Texts to generate, as one batch."""
     temperature: float = Field(0.8, ge=0)
     """Below 1 bolder towards the likely, above 1 wilder; 0 takes the likeliest token every time."""
@@ -92,11 +92,9 @@ def encode_start(prompt, tokenizer):
     return [tokenizer.tokens.index(b"\n") if b"\n" in tokenizer.tokens else 0]
 
 
+@helped(Sample, 'python sample.py RUN [--prompt "..."] [--key value ...]')
 def main(argv):
-    given = run_arguments(argv, Sample, 'python sample.py RUN [--prompt "..."] [--key value ...]')
-    if given is None:
-        return 0
-    folder, options = given
+    folder, options = run_arguments(argv, Sample)
     prompt = starting_text(options)
     import torch  # takes seconds to import; --help and refusals do without
 

@@ -163,4 +163,5 @@ def load(path):
     except OSError as error:
         raise UserError(f"{path}: cannot be read", f"{error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: not a tokenizer of this program", f"prepare the data again ({error!r})") from None
+        raise UserError(f"{path}: not a tokenizer of this program ({error!r})",
+                        "copy it from the folder of data/prepared that the run was trained on") from None

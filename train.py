@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import lengths
 from batches import batches, load_data, windows
-from config import Config, command, load, usage
+from config import Config, command, helped, load
 
 
 class NotFinite(Exception):
@@ -107,10 +107,10 @@ def train(config):
     import torch
 
     import optim
-    import run as runs
     from model import GPT
+    from run import Run
 
-    run = runs.Run(config)
+    run = Run(config)
     if run.finished:
         print(f"{run.folder}: finished at step {run.state['step']}. --overwrite trains it anew, a larger --max_iters goes on")
         return 0
@@ -125,8 +125,7 @@ def train(config):
     if machine["compile"]:
         for block in model.blocks:
             block.compile(dynamic=False)
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"{run.folder}: {config.position} positions, {parameters:,} parameters, {machine['device']}, {machine['dtype']}, "
+    print(f"{run.folder}: {config.position} positions, {model.size():,} parameters, {machine['device']}, {machine['dtype']}, "
           f"{'compiled' if machine['compile'] else 'not compiled'}, {machine['threads']} threads"
           + (f", going on at step {run.step}" if run.step else ""))
 
@@ -134,7 +133,7 @@ def train(config):
     stream = batches(data.train, rows, config.block_size, config.seed, run.step)
     autocast = torch.autocast(machine["device"].partition(":")[0], torch.bfloat16, enabled=machine["dtype"] == "bfloat16")
     few, whole = (windows(data.val, config.block_size, count) for count in (config.eval_windows, None))
-    step, reached, result, last = run.step, run.reached, None, min(config.max_iters, config.stop_at or config.max_iters)
+    step, reached, final, last = run.step, run.reached, None, min(config.max_iters, config.stop_at or config.max_iters)
     started = time.perf_counter() - run.seconds
     with Stop() as stop, Progress(step, config.max_iters) as progress:
         while step < last and not reached and stop.code is None:
@@ -151,12 +150,13 @@ def train(config):
             if step % config.eval_interval == 0 or end:
                 result = lengths.evaluate(model, data, few)
                 run.save_best(model, step, result["val_loss"])
-                if config.target_val_loss and result["val_loss"] - result["val_stderr"] <= config.target_val_loss:
-                    result = lengths.evaluate(model, data, whole)
-                    reached = result["val_loss"] <= config.target_val_loss
                 run.log({"step": step, **result})
                 progress.say(f"step {step}: validation loss {result['val_loss']:.4f} ± {result['val_stderr']:.4f} "
                              f"({result['windows']} windows), {result['val_bpb']:.4f} bits per byte")
+                if config.target_val_loss and result["val_loss"] - result["val_stderr"] <= config.target_val_loss:
+                    final = lengths.evaluate(model, data, whole)
+                    reached = final["val_loss"] <= config.target_val_loss
+                    progress.say(f"step {step}: {final['val_loss']:.4f} over the whole validation split")
             if step % config.checkpoint_interval == 0:
                 run.save_last(model, optimizers, step, reached)
             if config.length_interval and step % config.length_interval == 0 and not end:
@@ -168,24 +168,31 @@ def train(config):
         print(f"{run.folder}: stopped at step {step} of {config.max_iters} and saved; the same command goes on from here")
         run.tracker.finish({})
         return stop.code or 0
-    final = result if result and result["windows"] == len(whole) else lengths.evaluate(model, data, whole)
-    run.log({"step": step, **final})
-    runs.fill(model, runs.load(run.folder / "best.pt")["model"], run.folder / "best.pt")
+    if config.target_val_loss and not reached:
+        print(f"target_val_loss = {config.target_val_loss} was not reached")
+    # An evaluation of the whole split that was not the last does not count.
+    conclude(run, model, data, step, final if reached else None, time.perf_counter() - started)
+    return 0
+
+
+def conclude(run, model, data, step, final, seconds):
+    """Evaluate the last and the best weights over the whole validation split, measure the length curve, end the run."""
+    began, whole = time.perf_counter(), windows(data.val, run.config.block_size)
+    final = final or lengths.evaluate(model, data, whole)
+    run.load_best(model)
     best = final if run.best["step"] == step else lengths.evaluate(model, data, whole)
     print(f"validation loss over all {len(whole)} windows: {final['val_loss']:.4f} at the end, "
           f"{best['val_loss']:.4f} with the weights of step {run.best['step']} (best.pt)")
     lengths.measure(run.folder, model, run.best["step"], "best", data, run.tracker)
-    run.finish({"position": config.position, "parameters": parameters, "step": step,
-                "tokens": step * rows * config.block_size, "seconds": round(time.perf_counter() - started, 3),
-                "final_val_loss": final["val_loss"], "final_val_bpb": final["val_bpb"], "best_step": run.best["step"],
-                "best_val_loss": best["val_loss"], "best_val_bpb": best["val_bpb"]})
-    return 0
+    tokens = step * run.config.batch_size * run.config.gradient_accumulation_steps * run.config.block_size
+    run.finish({"position": run.config.position, "parameters": model.size(), "step": step, "tokens": tokens,
+                "seconds": round(seconds + time.perf_counter() - began, 3),
+                "final_val_loss": final["val_loss"], "final_val_stderr": final["val_stderr"], "final_val_bpb": final["val_bpb"],
+                "best_step": run.best["step"], "best_val_loss": best["val_loss"], "best_val_bpb": best["val_bpb"]})
 
 
+@helped(Config, "python train.py [CONFIG.toml ...] [--key value ...]")
 def main(argv):
-    if "--help" in argv or "-h" in argv:
-        print(usage(Config, "python train.py [CONFIG.toml ...] [--key value ...]"))
-        return 0
     try:
         return train(load(argv))
     except NotFinite as error:

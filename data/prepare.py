@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 if not __package__:  # run as a script: sys.path begins with this folder instead of the repository
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from config import Config, Options, UserError, build, command, nearest, parse, usage
+from config import Options, UserError, build, command, fields, helped, nearest, parse
 from tokenizer import BPE, Byte, Char
 from tokenizer import load as load_tokenizer
 from tokenizer import save as save_tokenizer
@@ -358,7 +358,9 @@ def find(dataset, raw):
         return file_source(path.stem, path, file_digest(path))
     if path.is_dir():
         return folder_source(path.resolve().name, path)
-    raise UserError(f"dataset = {dataset}: no such name, file or folder", nearest(dataset, NAMES))
+    # A path is not a name misspelled.
+    advice = "give the path of a UTF-8 file or folder" if len(path.parts) > 1 or path.suffix else nearest(dataset, NAMES)
+    raise UserError(f"dataset = {dataset}: no such name, file or folder", advice)
 
 
 # Tokens
@@ -560,14 +562,11 @@ def prepare(dataset, tokenizer, vocab_size, root=None):
     return folder
 
 
-Arguments = create_model("Arguments", __base__=Options, **{
-    key: (Config.model_fields[key].annotation, Config.model_fields[key]) for key in ("dataset", "tokenizer", "vocab_size")})
+Arguments = create_model("Arguments", __base__=Options, **fields(("dataset", "tokenizer", "vocab_size")))
 
 
+@helped(Arguments, "python data/prepare.py [NAME_OR_PATH] [--key value ...]")
 def main(argv):
-    if "--help" in argv or "-h" in argv:
-        print(usage(Arguments, "python data/prepare.py [NAME_OR_PATH] [--key value ...]"))
-        return 0
     words, values = parse(argv, Arguments)
     if len(words) > 1:
         raise UserError(f"{words[1]}: one name or path at a time", "put a path with spaces in quotes")

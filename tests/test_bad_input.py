@@ -97,11 +97,15 @@ BAD_VALUES = [
     ({"rope_factor": 4}, "rope_factor = 4", "needs a rope_scaling"),
     ({"rope_scaling": "ntk", "rope_fraction": 0.0625}, "rope_scaling = ntk", "that is 2"),
     ({"max_iters": 20, "warmup_iters": 20}, "warmup_iters = 20", "below max_iters = 20"),
+    ({"rope_scaling": "yarn", "rope_factor": 1e300}, "rope_factor = 1e+300", "<= 1000000"),
+    ({"n_embd": 10**10}, "n_embd = 10000000000", "<= 65536"),
+    ({"threads": 10**9}, "threads", "<= 1024"),
+    ({"out_dir": "o" * 300}, "name too long", "--out_dir"),
     ({"min_lr": 1}, "min_lr = 1", "at most learning_rate"),
     ({"tokenizer": "gpt3"}, "tokenizer = gpt3", "did you mean gpt2?"),
     ({"tokenizer": "a\nb"}, "tokenizer", "known"),
     ({"dataset": "shakespear"}, "dataset = shakespear", "did you mean shakespeare?"),
-    ({"dataset": "nowhere/at_all.txt"}, "dataset = nowhere/at_all.txt", "no such name, file or folder"),
+    ({"dataset": "nowhere/at_all.txt"}, "dataset = nowhere/at_all.txt", "no such name, file or folder", "give the path"),
 ]
 
 
@@ -139,7 +143,8 @@ def test_missing_config_file_is_named_with_the_nearest(here, tmp_path):
 
 
 @pytest.mark.parametrize("program, argv, words", [
-    ("sample", [], "usage"), ("sample", ["one", "two"], "2 run folders"), ("lengths", [], "usage"), ("compare", [], "usage"),
+    ("sample", [], "0 run folders"), ("sample", ["one", "two"], "2 run folders"), ("lengths", [], "0 run folders"),
+    ("compare", [], "no run folders"),
     ("sample", ["RUN", "--tokens", "0"], "tokens = 0"), ("sample", ["RUN", "--temperature=-1"], "a number >= 0"),
     ("sample", ["RUN", "--temperature", "nan"], "temperature = nan"), ("sample", ["RUN", "--top_p", "0"], "top_p = 0"),
     ("sample", ["RUN", "--top_k", "0"], "top_k = 0"), ("sample", ["RUN", "--temprature", "1"], "did you mean temperature?"),
@@ -334,6 +339,8 @@ DAMAGES = {
     "foreign list": lambda path: torch.save([torch.zeros(3)], path),
     "foreign dict": lambda path: torch.save({"model": {}, "iter_num": 3}, path),
     "newer": rewritten(format=run.FORMAT + 1),
+    "one weight": lambda path: path.write_bytes(path.read_bytes().replace(
+        torch.load(path, weights_only=True)["model"]["norm.weight"].numpy().tobytes(), bytes(128))),
     "code": lambda path: torch.save({"format": 1, "model": {}, "step": 0, "x": Bomb(path.with_name("exploded"))}, path),
     "model is a number": rewritten(model=5),
     "step is a word": rewritten(step="x"),
@@ -390,10 +397,25 @@ def test_damaged_line_is_named_and_nothing_is_lost(name, line, copy, here):
 
 
 @pytest.mark.parametrize("content", ["{", "[1]"])
-def test_damaged_summary_is_named(content, copy, here):
+def test_damaged_summary_is_that_of_an_unfinished_run_and_made_anew(content, copy, here):
+    before = (copy / "summary.json").read_text(encoding="utf-8")
     (copy / "summary.json").write_text(content, encoding="utf-8")
-    refused(lambda: compare.main([str(copy)]), "summary.json")
-    assert contents(here) == {}
+    assert compare.main([str(copy)]) == 0
+    assert train.main([str(copy / "config.toml")]) == 0
+    after = json.loads((copy / "summary.json").read_text(encoding="utf-8"))
+    assert after | {"seconds": 0} == json.loads(before) | {"seconds": 0}
+
+
+@pytest.mark.parametrize("content", [b"n_layer = = 3", b"\xff", b"n_layr = 3\n"])
+def test_damaged_config_of_a_run_is_named_and_can_be_overwritten(content, copy, here):
+    argv = [str(shutil.copy(copy / "config.toml", copy.parent / "mine.toml"))]
+    (copy / "config.toml").write_bytes(content)
+    before = contents(copy)
+    for program, words in ((sample, [str(copy)]), (lengths, [str(copy)]), (compare, [str(copy)]), (train, argv)):
+        refused(lambda program=program, words=words: program.main(words), str(copy / "config.toml"))
+    assert contents(copy) == before
+    assert train.main([*argv, "--overwrite", "--stop_at=1"]) == 0
+    assert logs.read_config(copy).n_layer == SMALL["n_layer"]
 
 
 # Prompts

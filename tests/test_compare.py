@@ -36,8 +36,8 @@ def make(tmp_path):
 
 
 def curve(context, loss, scaling="none", factor=1.0, step=20, checkpoint="best"):
-    return {"step": step, "checkpoint": checkpoint, "scaling": scaling, "factor": factor, "finetuned": False,
-            "context": context, "loss": loss, "stderr": 0.01, "window_losses": [loss - 0.1, loss, loss + 0.1]}
+    return {"step": step, "checkpoint": checkpoint, "scaling": scaling, "factor": factor, "finetuned": False, "settings": {},
+            "data": "same", "context": context, "loss": loss, "stderr": 0.01, "window_losses": [loss - 0.1, loss, loss + 0.1]}
 
 
 def rows(folders):
@@ -85,9 +85,8 @@ def test_keys_that_compute_nothing_do_not_keep_runs_apart(key, value, make):
 
 def curves_over(losses, folder, digest="same"):
     """Give a run a curve whose windows have these losses."""
-    record = curve(16, sum(losses) / len(losses)) | {"window_losses": losses}
+    record = curve(16, sum(losses) / len(losses)) | {"window_losses": losses, "data": digest}
     logs.append(folder, "lengths.jsonl", [record])
-    (folder / "summary.json").write_text(json.dumps({"data_sha256": digest}), encoding="utf-8")
     return folder
 
 
@@ -98,12 +97,21 @@ def test_curves_are_compared_window_by_window(make):
     assert "difference" in block[0] and block[1].split() == ["none-1", "-", "rope-1", "+0.200±0.058"]
 
 
-@pytest.mark.parametrize("changes, digest", [({}, "other"), ({"block_size": 64}, "same"), ({"tokenizer": "byte"}, "same"),
-                                             ({"length_windows": 9}, "same")])
-def test_curves_over_other_windows_are_not_subtracted(changes, digest, make):
-    first = curves_over([1.0, 5.0], make("rope-1", contexts=()))
-    second = curves_over([1.0, 5.0], make("none-1", contexts=(), position="none", **changes), digest)
+@pytest.mark.parametrize("losses, changes, digest", [
+    ([1.0, 5.0], {}, "other"), ([1.0, 5.0], {"block_size": 64}, "same"), ([1.0, 5.0, 3.0], {}, "same")])
+@pytest.mark.parametrize("finished", [True, False])
+def test_curves_over_other_windows_are_not_subtracted(losses, changes, digest, finished, make):
+    first = curves_over([1.0, 5.0], make("rope-1", contexts=(), finished=finished))
+    second = curves_over(losses, make("none-1", contexts=(), finished=finished, position="none", **changes), digest)
     assert "difference" not in compare.table([first, second])
+
+
+def test_records_without_the_losses_of_their_windows_have_no_differences(make):
+    folders = [make("rope-1", contexts=()), make("none-1", contexts=(), position="none")]
+    for folder in folders:
+        record = {k: v for k, v in curve(16, 2.0).items() if k not in ("window_losses", "settings", "data")}
+        logs.append(folder, "lengths.jsonl", [record])
+    assert rows(folders)["rope-1"][-1] == "2.000" and "±" not in compare.table(folders)
 
 
 def test_the_same_folder_twice_is_one_run(make):
@@ -124,15 +132,35 @@ def test_further_scalings_have_rows_of_their_own(make):
 
 def test_of_each_scaling_the_curve_measured_last_is_shown():
     early = [curve(16, 1.0, step=10), curve(32, 1.1, step=10), curve(64, 1.2, step=10), curve(16, 7.0, "yarn", "auto", step=10)]
-    shown = compare.latest([*early, curve(16, 2.0), curve(32, 2.1)])
+    shown = compare.latest([*early, curve(16, 2.0), curve(32, 2.1)], "context")
     assert {name: {c: r["loss"] for c, r in curves.items()} for name, curves in shown.items()} == {
         "": {16: 2.0, 32: 2.1}, "yarn-auto": {16: 7.0}}
 
 
 def test_one_context_measured_again_keeps_the_others(tmp_path):
     logs.append(tmp_path, "lengths.jsonl", [curve(16, 1.0), curve(32, 1.1), curve(16, 1.5)])
-    shown = compare.latest(logs.read(tmp_path, "lengths.jsonl"))
+    shown = compare.latest(logs.read(tmp_path, "lengths.jsonl"), "context")
     assert {c: r["loss"] for c, r in shown[""].items()} == {16: 1.5, 32: 1.1}
+
+
+def test_checkpoints_measured_in_turn_lose_no_points(tmp_path):
+    logs.append(tmp_path, "lengths.jsonl", [curve(16, 1.0), curve(32, 1.1), curve(16, 2.0, checkpoint="last"), curve(64, 1.2)])
+    shown = compare.latest(logs.read(tmp_path, "lengths.jsonl"), "context")
+    assert {c: r["loss"] for c, r in shown[""].items()} == {16: 1.0, 32: 1.1, 64: 1.2}
+
+
+def test_settings_of_a_scaling_have_rows_of_their_own(make):
+    folder = make("rope-1")
+    logs.append(folder, "lengths.jsonl", [curve(64, 2.9, "yarn", 4.0) | changes for changes in (
+        {}, {"settings": {"beta_fast": 8.0}}, {"finetuned": True})])
+    table = rows([folder])
+    assert [k for k in table if "yarn" in k] == ["yarn-4.0", "yarn-4.0-beta_fast=8.0", "yarn-4.0-finetuned"]
+
+
+def test_long_names_are_shortened_in_tables_and_legends(make):
+    folder = make("rope-" + "n" * 90 + "-1337")
+    first = next(line for line in compare.table([folder]).splitlines() if line.startswith("rope"))
+    assert "..." in first and first.split()[0].endswith("n-1337") and len(first.split()[0]) <= 48
 
 
 @pytest.mark.parametrize("log", [True, False])
@@ -156,8 +184,9 @@ def test_picture_has_the_curves_and_the_training_length(make, tmp_path, monkeypa
 
     monkeypatch.setattr(plt, "close", lambda figure: None)
     compare.draw([make("rope-1"), make("learned-1", position="learned")], tmp_path / "x.png")
-    left, right = plt.gcf().axes
-    assert [t.get_text() for t in left.get_legend().get_texts()] == ["rope-1", "learned-1"]
+    left, right, positions, legend = plt.gcf().axes
+    assert [t.get_text() for t in legend.get_legend().get_texts()] == ["rope-1", "learned-1"]
+    assert [a.get_text() for a in positions.texts] == ["trained at 32"]
     assert [line.get_ydata().tolist() for line in left.lines[1::2]] == [[3.1, 2.0]] * 2
     curves = [container.lines[0] for container in right.containers]
     assert [line.get_xdata().tolist() for line in curves] == [[16, 32]] * 2
@@ -180,6 +209,17 @@ def test_picture_that_cannot_be_written_is_named(name, make, tmp_path):
 def test_picture_without_an_ending_is_where_the_program_says(make, tmp_path, capsys):
     assert compare.main([str(make("rope-1")), "--picture", str(tmp_path / "picture")]) == 0
     assert Path(capsys.readouterr().out.splitlines()[-1].removeprefix("picture: ")).is_file()
+
+
+def test_picture_has_the_loss_by_position(run_folder, tmp_path, monkeypatch):
+    from matplotlib import pyplot as plt
+
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    compare.draw([run_folder], tmp_path / "x.png")
+    line = plt.gcf().axes[2].lines[0]
+    records = logs.read(run_folder, "positions.jsonl")
+    assert line.get_xdata().tolist() == [r["position"] + 1 for r in records]
+    assert line.get_ydata().tolist() == [r["loss"] for r in records]
 
 
 def test_comparing_writes_nothing_into_the_runs(run_folder, tmp_path, capsys):

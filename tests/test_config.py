@@ -6,9 +6,13 @@ from typing import get_args
 
 import pytest
 
+import compare
 import config
+import data.prepare
+import lengths
 import position
 import rope
+import sample
 import train
 from config import Config, UserError, load, parse
 
@@ -108,6 +112,12 @@ def test_folder_is_named_after_files_changes_and_seed(words, folder, files):
     assert load([files(word, "") if word.endswith(".toml") else word for word in words]).out_dir == folder
 
 
+@pytest.mark.parametrize("character", ["x", "ж"])
+def test_long_names_of_folders_are_shortened_and_stay_apart(character):
+    names = [load(["--dataset", character * 300 + end]).out_dir for end in "ab"]
+    assert names[0] != names[1] and all(len(name.encode()) < 200 and name.endswith("-1337") for name in names)
+
+
 def test_words_of_the_config_are_those_of_the_code():
     words = {key: list(get_args(Config.model_fields[key].annotation)) for key in ("rope_scaling", "position")}
     assert words == {"rope_scaling": list(rope.SCALINGS), "position": list(position.POSITIONS)}
@@ -136,9 +146,28 @@ def test_help_lists_every_key_with_its_meaning(capsys):
         assert f"  --{key}  (" in text and field.description and field.description.strip() in text
 
 
+@pytest.mark.parametrize("program", [train, lengths, sample, compare, data.prepare], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_of_every_program_says_what_each_key_accepts(program, option, capsys):
+    assert program.main([option]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: python ")
+    if "--rope_scaling" in said:
+        assert "--rope_scaling  (none or linear or ntk or yarn" in said
+
+
+def test_a_value_that_looks_like_help_is_a_value():
+    assert parse(["run", "--prompt", "-h"], sample.Sample) == (["run"], {"prompt": "-h"})
+
+
+def test_short_runs_warm_up_over_their_first_half():
+    assert [config.build(Config, {"max_iters": n}).warmup for n in (1, 20, 40, 400)] == [0, 10, 20, 20]
+    assert config.build(Config, {"warmup_iters": 7}).warmup == 7
+
+
 @pytest.mark.parametrize("key, words", [
-    ("position", "none or learned or sinusoidal or rope"), ("rope_factor", "auto or a number >= 1"),
-    ("compile", "auto or true or false"), ("dropout", "a number >= 0 and < 1"), ("n_layer", "an integer >= 1"),
+    ("position", "none or learned or sinusoidal or rope"), ("rope_factor", "auto or a number >= 1 and <= 1000000"),
+    ("compile", "auto or true or false"), ("dropout", "a number >= 0 and < 1"), ("n_layer", "an integer >= 1 and <= 1000"),
 ])
 def test_what_a_key_accepts_is_said_in_words(key, words):
     assert config.allowed(Config.model_fields[key]) == words

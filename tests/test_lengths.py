@@ -184,6 +184,7 @@ def test_contexts_that_the_text_cannot_hold_are_skipped_by_name(data):
     assert [r["context"] for r in by_c] == [8, 16, 32, 64, 128] and by_p
     assert [line.partition(":")[0] for line in skipped] == ["context 256", "context 512"]
     assert all("text" in line and "128" in line for line in skipped)
+    assert curves(model(), data, [4096])[2] == ["context 4096: windows end at 512 tokens, 16 times block_size"]
 
 
 @pytest.mark.parametrize("size", [3, 7])
@@ -323,7 +324,7 @@ def test_another_scaling_is_added_under_its_label_and_a_repeated_call_replaces(c
         assert [(r["scaling"], r["factor"], r["context"], r["applied"]) for r in records if r["scaling"] != "none"] == [
             ("yarn", "auto", 32, 1.0), ("yarn", "auto", 64, 2.0), ("linear", 4.0, 64, 4.0)]
     assert len((copy / "lengths.jsonl").read_text(encoding="utf-8").splitlines()) == len(before) + 6
-    assert "rope_scaling yarn" in capsys.readouterr().out and (copy / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert "yarn-auto, zero-shot" in capsys.readouterr().out and (copy / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_same_curve_again_gives_the_same_numbers(copy):
@@ -351,11 +352,37 @@ def test_either_checkpoint_is_measured_under_its_name(copy):
     assert [(r["context"], r["step"]) for r in last] == [(64, 30)]
 
 
-@pytest.mark.parametrize("option", ["--help", "-h"])
-def test_help_lists_every_option(option, capsys):
-    assert lengths.main([option]) == 0
+def test_settings_of_a_scaling_keep_curves_apart(copy):
+    assert lengths.main([str(copy), "--rope_scaling", "yarn", "--contexts", "64"]) == 0
+    assert lengths.main([str(copy), "--rope_scaling", "yarn", "--beta_fast", "8", "--contexts", "64"]) == 0
+    assert lengths.main([str(copy), "--rope_scaling", "yarn", "--rope_original_context", "16", "--contexts", "64"]) == 0
+    found = [(logs.curve_name(r), r["applied"]) for r in logs.read(copy, "lengths.jsonl") if r["scaling"] == "yarn"]
+    assert found == [("yarn-auto", 2.0), ("yarn-auto-beta_fast=8.0", 2.0), ("yarn-auto-rope_original_context=16", 4.0)]
+
+
+@pytest.mark.parametrize("trained, evaluated, finetuned", [
+    ({}, {}, False), ({}, {"rope_scaling": "yarn"}, False),
+    ({"rope_scaling": "yarn", "rope_factor": 4}, {"rope_scaling": "yarn", "rope_factor": 4}, True),
+    ({"rope_scaling": "yarn", "rope_factor": 4}, {"rope_scaling": "yarn", "rope_factor": 8}, False),
+    ({"rope_scaling": "yarn", "rope_factor": 4}, {}, False),
+    ({"rope_scaling": "yarn"}, {"rope_scaling": "yarn"}, False),  # auto was 1 at the training length
+    ({"rope_scaling": "yarn", "rope_original_context": 8}, {"rope_scaling": "yarn", "rope_original_context": 8}, True),
+])
+def test_a_curve_says_whether_the_model_was_trained_with_its_stretch(trained, evaluated, finetuned, data, tmp_path):
+    (tmp_path / "config.toml").write_text(small(**trained).toml(), encoding="utf-8")
+    lengths.measure(tmp_path, model(**evaluated), 5, "best", data, logs.Silent(), [64], trained=small(**trained))
+    assert [r["finetuned"] for r in logs.read(tmp_path, "lengths.jsonl")] == [finetuned]
+
+
+def test_table_has_both_curves(copy, capsys):
+    assert lengths.main([str(copy), "--contexts", "8", "64"]) == 0
     said = capsys.readouterr().out
-    assert all(f"--{key} " in said for key in lengths.Lengths.model_fields)
+    records = [r for r in logs.read(copy, "positions.jsonl") if r["context"] == 64]
+    line = next(line for line in said.splitlines() if line.startswith(" position")).split()
+    assert line == ["position", "0", "1", "2", "4", "8", "16", "32"]
+    losses = next(line for line in said.splitlines() if line.startswith(" loss")).split()[1:]
+    assert losses == [f"{r['loss']:.3f}" for r in records if str(r["position"]) in line]
+    assert all(r["applied"] == 1 and r["stderr"] > 0 for r in records)
 
 
 def test_curve_of_the_program_is_that_of_the_checkpoint(run_folder):

@@ -70,8 +70,9 @@ def test_swiglu_has_about_as_many_parameters_as_gelu():
     assert counts[1] == pytest.approx(counts[0], rel=0.01)
 
 
-def test_loss_at_the_start_is_that_of_guessing():
-    made = GPT(small(), 500)
+@pytest.mark.parametrize("tied", [True, False])
+def test_loss_at_the_start_is_that_of_guessing(tied):
+    made = GPT(small(tied=tied), 500)
     loss = made.loss(torch.randint(500, (8, 32)), torch.randint(500, (8, 32)))
     assert loss.item() == pytest.approx(math.log(500), rel=0.02)
 
@@ -84,6 +85,28 @@ def test_losses_in_chunks_equal_losses_at_once(name, monkeypatch):
     monkeypatch.setattr(GPT, "LOGITS", 7 * VOCABULARY)
     torch.testing.assert_close(made.losses(ids[:, :-1], ids[:, 1:]), whole, atol=1e-5, rtol=0)
     torch.testing.assert_close(made.losses(ids[:, :-1], ids[:, 1:], last=5), whole[:, -5:], atol=1e-5, rtol=0)
+
+
+def test_loss_in_parts_has_the_gradients_of_the_whole(monkeypatch):
+    ids, found = tokens(2, 31), []
+    for logits, last in ((2**25, None), (7 * VOCABULARY, None), (2**25, 9), (7 * VOCABULARY, 9)):
+        monkeypatch.setattr(GPT, "LOGITS", logits)
+        made = model("rope").requires_grad_(True)
+        loss = made.loss(ids[:, :-1], ids[:, 1:], last)
+        expected = F.cross_entropy(made(ids[:, :-1])[:, -(last or 30):].flatten(0, 1), ids[:, -(last or 30):].flatten())
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        found.append([p.grad for p in made.parameters()])
+    for whole, parts in (found[:2], found[2:]):
+        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(whole, parts, strict=True))
+
+
+def test_only_a_part_of_the_logits_is_held_for_the_gradient(monkeypatch):
+    monkeypatch.setattr(GPT, "LOGITS", 7 * VOCABULARY)
+    made, held = model("rope").requires_grad_(True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.shape) or t, lambda t: t):
+        made.loss(tokens(2, 30), tokens(2, 30))
+    assert not [shape for shape in held if shape[-1:] == (VOCABULARY,)]
 
 
 def attention_calls(monkeypatch, work):

@@ -69,10 +69,17 @@ def test_one_layer_sees_order_only_through_the_encoding(name):
 def test_far_beyond_the_training_length_is_finite_or_refused_in_a_sentence(name):
     made, ids = model(name, torch.float32), tokens(1, 8 * 32)
     if made.position.reach < 8 * 32:
-        with pytest.raises(UserError, match="256 tokens asked of learned positions"):
+        with pytest.raises(UserError, match="position 255 asked of learned positions"):
             made(ids)
     else:
         assert made(ids).isfinite().all()
+
+
+def test_a_table_ends_by_positions_and_not_by_their_number():
+    made = model("learned")
+    made(tokens(1, 4), pos=torch.tensor([5, 9, 30, 31]))
+    with pytest.raises(UserError, match="position 32 asked"):
+        made(tokens(1, 4), pos=torch.tensor([5, 9, 30, 32]))
 
 
 @every

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import config
+import lengths
 import logs
 import optim
+import run as runs
 import train
-from batches import batches, load_data
+from batches import batches, load_data, windows
 from model import GPT
 from position import POSITIONS
 from tests.conftest import SMALL, small
@@ -34,6 +36,10 @@ def contents(folder):
                        for record in logs.read(folder, name)]
     summary = json.loads((folder / "summary.json").read_text())
     return found | {"summary": {k: v for k, v in summary.items() if k != "seconds"}}
+
+
+def test_every_point_of_the_loss_curve_is_over_the_same_windows(run_folder):
+    assert {r["windows"] for r in logs.read(run_folder, "log.jsonl") if "val_loss" in r} == {8}
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -160,7 +166,7 @@ def test_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(corpus, t
     original = GPT.loss
     calls = []
 
-    def poisoned(self, ids, targets):
+    def poisoned(self, ids, targets):  # as update calls it
         calls.append(1)
         return original(self, ids, targets) * (float("nan") if len(calls) == 5 else 1)
 
@@ -176,8 +182,15 @@ def test_stops_at_the_target_loss_over_the_whole_validation_split(corpus, tmp_pa
     assert run(corpus, tmp_path / "run", max_iters=300, target_val_loss=2.2) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["final_val_loss"] <= 2.2 and summary["step"] < 300
-    last = [r for r in logs.read(tmp_path / "run", "log.jsonl") if "val_loss" in r][-1]
-    assert last["windows"] == (1200 - 1) // 32 and last["val_loss"] == summary["final_val_loss"]
+    whole = windows(load_data(small(dataset=str(corpus))).val, 32)
+    restored = runs.restore(tmp_path / "run", "last")
+    found = lengths.evaluate(restored.model, load_data(restored.config), whole)
+    assert len(whole) == (1200 - 1) // 32 and found["val_loss"] == pytest.approx(summary["final_val_loss"], abs=1e-6)
+
+
+def test_a_target_that_was_not_reached_is_said(corpus, tmp_path, capsys):
+    assert run(corpus, tmp_path / "run", target_val_loss=0.1) == 0
+    assert "target_val_loss = 0.1 was not reached" in capsys.readouterr().out
 
 
 def test_killed_after_the_target_was_reached_ends_as_if_it_had_not_been(corpus, tmp_path):
@@ -189,8 +202,6 @@ def test_killed_after_the_target_was_reached_ends_as_if_it_had_not_been(corpus, 
 
 
 def test_a_signal_during_a_length_curve_saves_what_was_trained(corpus, tmp_path, monkeypatch):
-    import lengths
-
     monkeypatch.setattr(lengths, "measure", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     assert run(corpus, tmp_path / "run", length_interval=7) == 143
     assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 7
