@@ -20,6 +20,7 @@ import tiktoken
 import tokenizer
 from config import UserError
 from data import prepare as data
+from data import sources
 from data.prepare import prepare, read
 from tokenizer import BPE, Byte, Char
 
@@ -218,6 +219,7 @@ def test_pieces_and_threads_change_nothing(name, tmp_path, monkeypatch):
     path.write_text(VARIED * 20, encoding="utf-8", newline="")
     whole = tokens_of(prepare(str(path), name, 400, tmp_path / "whole"))
     monkeypatch.setattr(data, "PIECE", 100)
+    monkeypatch.setattr(sources, "PIECE", 333)
     monkeypatch.setattr(data, "GROUP", 700)
     cut = tokens_of(prepare(str(path), name, 400, tmp_path / "cut"))
     assert np.array_equal(whole[1], cut[1]) and np.array_equal(whole[2], cut[2]) and whole[3] == cut[3]
@@ -248,7 +250,7 @@ def test_manifest_tells_the_truth(library, tmp_path):
 def test_byte_pairs_are_learned_from_the_beginning_of_the_training_split(library, tmp_path, monkeypatch):
     (library / "held out.txt").write_text("zq" * 1000)
     (library / "~late.txt").write_text("kw" * 1000)
-    monkeypatch.setattr(data, "validation", lambda names: {"held out.txt"})
+    monkeypatch.setattr(sources, "validation", lambda names: {"held out.txt"})
     monkeypatch.setattr(data, "BPE_SAMPLE", 5000)
     tokens = tokens_of(prepare(str(library), "bpe", 280, tmp_path))[0].tokens
     assert b" text" in tokens and b"zq" not in tokens and b"kw" not in tokens
@@ -267,19 +269,19 @@ def test_ids_are_stored_in_the_smallest_type(vocab_size, dtype, book, tmp_path, 
 
 def test_validation_goes_by_name_and_is_never_empty():
     names = [f"folder/{i}.txt" for i in range(2000)]
-    held_out = data.validation(names)
+    held_out = sources.validation(names)
     assert 150 < len(held_out) < 250
-    assert held_out - {names[0]} == data.validation(names[1:])  # another file changes nothing for the rest
+    assert held_out - {names[0]} == sources.validation(names[1:])  # another file changes nothing for the rest
     for i in range(50):
-        assert len(data.validation([f"{i}", f"{i}b"])) == 1
+        assert len(sources.validation([f"{i}", f"{i}b"])) == 1
 
 
 def test_byte_order_mark_and_line_ends_are_those_of_text_mode(tmp_path, monkeypatch):
     path = tmp_path / "windows.txt"
     path.write_bytes(b"\xef\xbb\xbf" + "été\r\nline\rend\n".encode() * 10)
     for size in (1, 2, 3, 5, 1000):
-        monkeypatch.setattr(data, "PIECE", size)
-        assert "".join(data.read_text(path)) == path.read_text(encoding="utf-8-sig") == "été\nline\nend\n" * 10
+        monkeypatch.setattr(sources, "PIECE", size)
+        assert "".join(sources.read_text(path)) == path.read_text(encoding="utf-8-sig") == "été\nline\nend\n" * 10
 
 
 def test_hidden_and_binary_files_are_left_out_and_nothing_is_written(library, tmp_path, capsys):
@@ -379,17 +381,17 @@ def test_two_processes_may_prepare_the_same(book, tmp_path, monkeypatch):
 
 
 def test_stdlib_is_source_and_help_without_tests_and_tables():
-    texts = data.stdlib_texts()
+    texts = sources.stdlib_texts()
     assert {"argparse.py", "json/decoder.py", "pydoc_data/topics/assert.txt"} <= set(texts)
     assert texts["pydoc_data/topics/assert.txt"].startswith('The "assert" statement\n')
     assert not any(re.search(r"(^|/)(tests?|encodings|site-packages)/|_sysconfigdata|entities", name) for name in texts)
     assert sum(map(len, texts.values())) > 5_000_000
-    assert next(iter(data.stdlib_source().documents()))[1] == [texts[next(iter(texts))]]
+    assert next(iter(sources.stdlib_source().documents()))[1] == [texts[next(iter(texts))]]
 
 
 def test_stdlib_is_prepared_with_its_version(tmp_path, monkeypatch):
-    some = dict(list(data.stdlib_texts().items())[:120])
-    monkeypatch.setattr(data, "stdlib_texts", lambda: some)
+    some = dict(list(sources.stdlib_texts().items())[:120])
+    monkeypatch.setattr(sources, "stdlib_texts", lambda: some)
     manifest = read(prepare("stdlib", "byte", 1024, tmp_path))[-1]
     assert manifest["python"] == ".".join(map(str, sys.version_info[:3])) and manifest["dataset"] == "stdlib"
     assert manifest["train"]["documents"] + manifest["val"]["documents"] == 120
@@ -429,7 +431,7 @@ def server(monkeypatch):
         threading.Thread(target=running.serve_forever, args=[0.01], daemon=True).start()
         Handler.url = f"http://127.0.0.1:{running.server_port}/input.txt"
         sha256 = hashlib.sha256(Handler.content).hexdigest()
-        monkeypatch.setitem(data.DOWNLOADS, "shakespeare", (Handler.url, "shakespeare.txt", sha256))
+        monkeypatch.setitem(sources.DOWNLOADS, "shakespeare", (Handler.url, "shakespeare.txt", sha256))
         yield Handler
         running.shutdown()
 
@@ -462,7 +464,7 @@ def test_complete_part_needs_only_its_name(server, tmp_path):
 
 
 def test_wrong_content_is_refused_with_both_hashes(server, tmp_path):
-    expected = data.DOWNLOADS["shakespeare"][2]
+    expected = sources.DOWNLOADS["shakespeare"][2]
     server.content = server.content.replace(b"5", b"6")
     words = message(lambda: prepare("shakespeare", "char", 1024, tmp_path))
     assert expected in words and hashlib.sha256(server.content).hexdigest() in words and "shakespeare.txt" in words
@@ -480,7 +482,7 @@ def test_archive_is_read_without_being_unpacked(server, tmp_path, monkeypatch):
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("text8", text)
     server.content = packed.getvalue()
-    monkeypatch.setitem(data.DOWNLOADS, "text8", (server.url, "text8.zip", hashlib.sha256(server.content).hexdigest()))
+    monkeypatch.setitem(sources.DOWNLOADS, "text8", (server.url, "text8.zip", hashlib.sha256(server.content).hexdigest()))
     made, train, val, _ = tokens_of(prepare("text8", "char", 1024, tmp_path))
     assert made.decode(train) + made.decode(val) == text.decode()
     assert [path.name for path in (tmp_path / "raw").iterdir()] == ["text8.zip"]
@@ -496,13 +498,13 @@ def test_archive_of_the_user_is_no_text(tmp_path):
 
 
 def test_missing_page_is_not_taken_for_the_text(server, tmp_path, monkeypatch):
-    monkeypatch.setitem(data.DOWNLOADS, "enwik8", (server.url.replace("input", "missing"), "enwik8.zip", "0"))
+    monkeypatch.setitem(sources.DOWNLOADS, "enwik8", (server.url.replace("input", "missing"), "enwik8.zip", "0"))
     assert "404" in message(lambda: prepare("enwik8", "char", 1024, tmp_path))
     assert list((tmp_path / "raw").iterdir()) == []
 
 
 def test_no_network_names_the_file_to_put_where(tmp_path, monkeypatch):
-    monkeypatch.setitem(data.DOWNLOADS, "enwik8", ("http://127.0.0.1:9/enwik8.zip", "enwik8.zip", "0"))
+    monkeypatch.setitem(sources.DOWNLOADS, "enwik8", ("http://127.0.0.1:9/enwik8.zip", "enwik8.zip", "0"))
     words = message(lambda: prepare("enwik8", "char", 1024, tmp_path))
     assert "127.0.0.1:9" in words and str(tmp_path / "raw" / "enwik8.zip") in words
 
@@ -646,7 +648,7 @@ def test_unknown_words_are_named_with_the_nearest_right_one(dataset, kind, words
 ])
 @pytest.mark.parametrize("piece", [2**20, 7])
 def test_bad_file_is_named(content, words, piece, book, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "PIECE", piece)
+    monkeypatch.setattr(sources, "PIECE", piece)
     book.write_bytes(content)
     text = message(lambda: prepare(str(book), "byte", 1024, tmp_path))
     assert all(word in text for word in words), text

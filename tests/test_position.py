@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from config import Config, UserError
+from config import UserError
 from model import GPT
 from position import POSITIONS
 from tests.conftest import small
@@ -117,10 +117,6 @@ def test_initial_weights_do_not_depend_on_the_global_generator(name):
     torch.manual_seed(4)
     second = GPT(small(position=name), VOCABULARY).state_dict()
     assert all(torch.equal(first[k], second[k]) for k in first)
-
-
-def test_names_in_config_and_table_are_equal():
-    assert list(POSITIONS) == list(Config.model_fields["position"].annotation.__args__)
 
 
 def test_sinusoid_is_the_papers_at_the_scale_of_the_embeddings():

@@ -4,7 +4,6 @@ import math
 import pytest
 import torch
 
-import config
 import rope
 from position import RoPE
 from tests.conftest import small
@@ -171,11 +170,3 @@ def test_auto_factor_follows_the_evaluated_length_and_forgets_it():
     torch.testing.assert_close(position.frequencies(128)[0], plain / 4)
     torch.testing.assert_close(position.frequencies(16)[0], plain)
     torch.testing.assert_close(RoPE(small(rope_scaling="linear", rope_original_context=64)).frequencies(128)[0], plain / 2)
-
-
-def test_config_and_table_know_the_same_scalings_and_parameters():
-    common = {"freq", "base", "factor", "context", "length"}
-    for name, scaling in rope.SCALINGS.items():
-        own = set(scaling.__code__.co_varnames[:scaling.__code__.co_argcount + scaling.__code__.co_kwonlyargcount]) - common
-        assert own == set(config.SCALING_PARAMETERS[name])
-    assert rope.SCALINGS.keys() == config.SCALING_PARAMETERS.keys()
