@@ -29,8 +29,12 @@ SCALING_PARAMETERS = {
     "none": (),
     "linear": (),
     "ntk": (),
-    "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+    "dynamic": (),
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor", "attention_factor"),
 }
+REQUIRED = ("low_freq_factor", "high_freq_factor", "short_factor", "long_factor")  # of them have no default
 
 # Keys that may differ when a run is continued: they change what is written or when it stops, never what is computed.
 NEUTRAL = ("out_dir", "overwrite", "log_interval", "checkpoint_interval", "stop_at", "wandb", "wandb_project")
@@ -72,29 +76,63 @@ class Config(Options):
     """Width of the residual stream."""
     block_size: int = Field(256, ge=4, le=2**24)
     """Tokens in a training window: the training length."""
+    n_kv_head: int | None = Field(None, ge=1, le=1000)
+    """Heads of keys and values, each shared by several heads of queries (grouped-query attention); n_head unless given."""
+    head_dim: int | None = Field(None, ge=1, le=65536)
+    """Dimensions of each head; n_embd / n_head unless given."""
+    mlp_hidden: int | None = Field(None, ge=1, le=2**20)
+    """Width of the MLP; 4 n_embd, for swiglu two thirds of it, unless given."""
+    attention: Literal["softmax", "linear"] = "softmax"
+    """linear: cost grows with the length instead of its square (RoFormer, section 3.3)."""
+    window: int | None = Field(None, ge=1)
+    """Each token sees this many tokens, itself included; all before it unless given."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of activations dropped in training."""
     bias: bool = False
     """Biases in linear layers and layer norms."""
+    qkv_bias: bool | None = None
+    """Biases of queries, keys and values; as bias unless given."""
+    head_bias: bool = False
+    """Bias of the output logits."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalization before attention and MLP."""
-    activation: Literal["gelu", "relu2", "swiglu"] = "gelu"
-    """Nonlinearity of the MLP; relu2 is the square of relu."""
-    qk_norm: bool = False
-    """Normalize each head's queries and keys before they are rotated."""
+    norm_eps: float = Field(1e-5, gt=0, le=1)
+    """What norms add to the variance."""
+    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu"] = "gelu"
+    """Nonlinearity of the MLP; gelu_tanh is GPT-2's approximation, relu2 the square of relu."""
+    qk_norm: bool | Literal["weighted"] = False
+    """Normalize each head's queries and keys before they are rotated; weighted: with learned weights."""
+    parallel_block: bool = False
+    """Attention and MLP read the same input instead of one after the other."""
     tied: bool = True
     """One matrix for token embeddings and output logits."""
     embedding_std: float = Field(0.02, gt=0, le=100)
     """Initial standard deviation of token embeddings and of positions added to them."""
 
     # ---- position
-    position: Literal["none", "learned", "sinusoidal", "rope"] = "rope"
+    position: Literal["none", "learned", "sinusoidal", "rope", "alibi", "t5", "kerple", "fire"] = "rope"
     """How the model learns where a token stands."""
+    learned_extension: Literal["none", "interpolate"] = "none"
+    """learned: end at block_size, or resample the table to longer windows."""
+    t5_buckets: int = Field(32, ge=4, le=65536)
+    """t5: learned numbers for each head."""
+    t5_max_distance: int = Field(128, ge=4)
+    """t5: all distances from here on share the last bucket."""
+    kerple_kernel: Literal["log", "power"] = "log"
+    """kerple: how scores fall with distance."""
+    fire_hidden: int = Field(32, ge=1, le=65536)
+    """fire: width of the network that maps distances to scores."""
+    fire_threshold: float | None = Field(None, gt=0, le=1e9)
+    """fire: where the threshold that it learns begins; block_size / 4 unless given."""
+    random_positions: int | None = Field(None, ge=4, le=2**24)
+    """Train each batch on a sorted random choice of so many positions instead of 0, 1, 2 ... (Ruoss et al. 2023)."""
     rope_base: float = Field(10000.0, gt=1, le=1e12)
     """rope: the slowest plane turns once in 2 pi base positions."""
     rope_fraction: float = Field(1.0, gt=0, le=1)
     """rope: share of each head's dimensions that is rotated; the rest carries no position."""
-    rope_scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
+    rope_values: bool = False
+    """rope: turn values as well, an ablation; they need it not, and it does not help."""
+    rope_scaling: Literal["none", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"] = "none"
     """rope: how the planes are slowed for windows longer than rope_original_context."""
     rope_factor: Auto | Annotated[float, Field(ge=1, le=1e6)] = "auto"
     """rope: the stretch, or auto = max(1, evaluated length / rope_original_context)."""
@@ -105,7 +143,21 @@ class Config(Options):
     beta_slow: float | None = Field(None, gt=0, le=1e6)
     """yarn: planes that turn less often than this are stretched by the whole factor (1 unless given)."""
     attention_factor: float | None = Field(None, gt=0, le=1e6)
-    """yarn: multiplies queries and keys; 0.1 ln(factor) + 1 unless given."""
+    """yarn, longrope: multiplies queries and keys; follows from the factor unless given."""
+    mscale: float | None = Field(None, gt=0, le=1e6)
+    """yarn: with mscale_all_dim, attention_factor is (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)."""
+    mscale_all_dim: float | None = Field(None, gt=0, le=1e6)
+    """yarn: see mscale."""
+    truncate: bool | None = None
+    """yarn: the ramp begins and ends at whole planes (true unless given)."""
+    low_freq_factor: float | None = Field(None, gt=0, le=1e6)
+    """llama3: planes that turn less often than this within the original context are stretched by the whole factor."""
+    high_freq_factor: float | None = Field(None, gt=0, le=1e6)
+    """llama3: planes that turn more often than this within the original context stay as they are."""
+    short_factor: tuple[Annotated[float, Field(gt=0, le=1e6)], ...] | None = None
+    """longrope: how much each plane is slowed up to the original context."""
+    long_factor: tuple[Annotated[float, Field(gt=0, le=1e6)], ...] | None = None
+    """longrope: how much each plane is slowed beyond the original context."""
 
     # ---- training
     optimizer: Literal["adamw", "muon"] = "muon"
@@ -182,43 +234,87 @@ class Config(Options):
     @model_validator(mode="after")
     def consistent(self):
         """Refuse what each key alone cannot show to be wrong."""
-        if self.n_embd % self.n_head:
-            raise contradiction(self, "n_embd", f"must be divisible by n_head = {self.n_head}")
-        if self.position == "rope":
-            if self.head_dim % 2:
-                raise contradiction(self, "n_embd", f"gives heads of {self.head_dim}, and rope turns pairs of dimensions")
-            if self.rope_dim % 2 or self.rope_dim == 0:
-                raise contradiction(self, "rope_fraction",
-                                    f"rotates {self.rope_dim} of {self.head_dim} dimensions; it must be an even number above 0")
-            if self.rope_scaling == "ntk" and self.rope_dim < 4:
-                raise contradiction(self, "rope_scaling", f"divides by rotary dimension - 2, and that is {self.rope_dim}")
-        elif self.rope_scaling != "none":
-            raise contradiction(self, "rope_scaling", f'needs position = "rope", and it is "{self.position}"')
+        if self.head_dim is None and self.n_embd % self.n_head:
+            raise contradiction(self, "n_embd", f"must be divisible by n_head = {self.n_head}, or give head_dim")
+        if self.n_head % self.kv_heads:
+            raise contradiction(self, "n_kv_head", f"must divide n_head = {self.n_head}")
+        if self.attention == "linear" and self.window:
+            raise contradiction(self, "window", 'needs attention = "softmax": a sum over the past cannot be cut')
         if self.position == "sinusoidal" and self.n_embd % 2:
             raise contradiction(self, "n_embd", "must be even for sinusoidal positions: sines and cosines come in pairs")
-        if self.rope_scaling == "none" and self.rope_factor not in ("auto", 1):
-            raise contradiction(self, "rope_factor", "needs a rope_scaling: linear, ntk or yarn")
-        taken = SCALING_PARAMETERS[self.rope_scaling]
-        for name in sorted(set().union(*SCALING_PARAMETERS.values()) - set(taken)):
-            if getattr(self, name) is not None:
-                takers = ", ".join(s for s, p in SCALING_PARAMETERS.items() if name in p)
-                raise contradiction(self, name, f"is a parameter of rope_scaling = {takers}; here it is {self.rope_scaling}")
-        if (self.beta_fast or 32) <= (self.beta_slow or 1):
-            raise contradiction(self, "beta_fast", f"must be above beta_slow = {self.beta_slow or 1}")
+        if self.learned_extension != "none" and self.position != "learned":
+            raise contradiction(self, "learned_extension", f'needs position = "learned", and it is "{self.position}"')
+        if self.t5_max_distance <= self.t5_buckets // 2:
+            raise contradiction(self, "t5_max_distance", f"must be above t5_buckets / 2 = {self.t5_buckets // 2}")
+        if self.random_positions:
+            if self.random_positions < self.block_size:
+                raise contradiction(self, "random_positions", f"must be at least block_size = {self.block_size}")
+            if self.learned_extension != "none":
+                raise contradiction(self, "learned_extension", "random positions have a table of their own length")
+        self.consistent_rope()
         if self.warmup >= self.max_iters:
             raise contradiction(self, "warmup_iters", f"must be below max_iters = {self.max_iters}")
         if self.min_lr > self.learning_rate:
             raise contradiction(self, "min_lr", f"must be at most learning_rate = {self.learning_rate}")
         return self
 
+    def consistent_rope(self):
+        """Refuse what contradicts itself in the rope_... keys and the parameters of scalings."""
+        if self.position == "rope":
+            if self.head_size % 2:
+                key = "head_dim" if self.head_dim else "n_embd"
+                raise contradiction(self, key, f"gives heads of {self.head_size}, and rope turns pairs of dimensions")
+            if self.rope_dim % 2 or self.rope_dim == 0:
+                raise contradiction(self, "rope_fraction",
+                                    f"rotates {self.rope_dim} of {self.head_size} dimensions; must be an even number above 0")
+            if self.rope_scaling in ("ntk", "dynamic") and self.rope_dim < 4:
+                raise contradiction(self, "rope_scaling", f"divides by rotary dimension - 2, and that is {self.rope_dim}")
+        for key, neutral in (("rope_scaling", "none"), ("rope_values", False)):
+            if self.position != "rope" and getattr(self, key) != neutral:
+                raise contradiction(self, key, f'needs position = "rope", and it is "{self.position}"')
+        if self.rope_scaling == "none" and self.rope_factor not in ("auto", 1):
+            raise contradiction(self, "rope_factor", f"needs a rope_scaling: {', '.join(list(SCALING_PARAMETERS)[1:])}")
+        if self.rope_scaling == "dynamic" and self.rope_factor == "auto":
+            raise contradiction(self, "rope_factor", "dynamic follows the length by itself, twice is too much: give a number")
+        taken = SCALING_PARAMETERS[self.rope_scaling]
+        for name in sorted(set().union(*SCALING_PARAMETERS.values()) - set(taken)):
+            if getattr(self, name) is not None:
+                takers = ", ".join(s for s, p in SCALING_PARAMETERS.items() if name in p)
+                raise contradiction(self, name, f"is a parameter of rope_scaling = {takers}; here it is {self.rope_scaling}")
+        for name in taken:
+            if name in REQUIRED and getattr(self, name) is None:
+                raise UserError(f"{name}: missing", f"rope_scaling = {self.rope_scaling} needs it")
+        if (self.beta_fast or 32) <= (self.beta_slow or 1):
+            raise contradiction(self, "beta_fast", f"must be above beta_slow = {self.beta_slow or 1}")
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise contradiction(self, "mscale", "mscale and mscale_all_dim only work together")
+        if self.mscale and self.attention_factor:
+            raise contradiction(self, "mscale", "attention_factor is what it is for, and that is given")
+        if self.rope_scaling == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise contradiction(self, "low_freq_factor", f"must be below high_freq_factor = {self.high_freq_factor}")
+        for name in ("short_factor", "long_factor"):
+            if (factors := getattr(self, name)) and len(factors) != self.rope_dim // 2:
+                raise UserError(f"{name}: {len(factors)} numbers", f"one for each of the {self.rope_dim // 2} planes")
+        if self.rope_scaling == "longrope" and self.original_context < 2:
+            raise contradiction(self, "rope_original_context", "longrope divides by its logarithm")
+        sharpens = self.rope_scaling in ("yarn", "longrope") and self.attention_factor != 1
+        if sharpens and self.attention == "linear":
+            raise contradiction(self, "rope_scaling", "sharpens scores; linear attention has none: give attention_factor = 1")
+
     @property
-    def head_dim(self):
-        return self.n_embd // self.n_head
+    def head_size(self):
+        """Dimensions of each head."""
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self):
+        """Heads of keys and values."""
+        return self.n_kv_head or self.n_head
 
     @property
     def rope_dim(self):
         """Rotated dimensions of each head."""
-        return round(self.rope_fraction * self.head_dim)
+        return int(self.rope_fraction * self.head_size)
 
     @property
     def warmup(self):
@@ -236,10 +332,16 @@ class Config(Options):
 
     def applied(self, length):
         """The stretch that positions really get in a window of `length` tokens; 1 without a scaling."""
+        if self.learned_extension == "interpolate":
+            return max(1.0, length / self.block_size)
+        if self.rope_scaling == "dynamic":
+            return max(1.0, self.rope_factor * length / self.original_context - (self.rope_factor - 1))
         return 1.0 if self.rope_scaling == "none" else self.factor(length)
 
     def reading(self):
         """How positions are read in an evaluation, as records of length curves say it: -> {"scaling", "factor", "settings"}."""
+        if self.learned_extension != "none":
+            return {"scaling": self.learned_extension, "factor": "auto", "settings": {}}
         if self.rope_scaling == "none":
             return {"scaling": "none", "factor": 1.0, "settings": {}}
         settings = {"rope_original_context", *SCALING_PARAMETERS[self.rope_scaling]}
@@ -254,7 +356,8 @@ class Config(Options):
 
 
 # Keys that may be given anew when a trained model is evaluated: how positions are read, and where it computes.
-READING = ("rope_scaling", "rope_factor", "rope_original_context", *sum(SCALING_PARAMETERS.values(), ()), "device")
+READING = ("learned_extension", "rope_scaling", "rope_factor", "rope_original_context",
+           *dict.fromkeys(sum(SCALING_PARAMETERS.values(), ())), "device")
 
 
 class Checkpoint(Options):
@@ -303,9 +406,11 @@ def allowed(field):
         if typing.get_origin(kind) is Annotated:
             inner, constraint = typing.get_args(kind)
             return words(inner, constraint.metadata)
+        if typing.get_origin(kind) is tuple:
+            return [f"several of: {words(typing.get_args(kind)[0], limits)[0]}"]
         if typing.get_origin(kind) in (typing.Union, types.UnionType):
             return [w for k in typing.get_args(kind) if k is not type(None) for w in words(k, limits)]
-        name = {bool: "true or false", int: "an integer", float: "a number", list[int]: "integers"}.get(kind, "text")
+        name = {bool: "true or false", int: "an integer", float: "a number"}.get(kind, "text")
         conditions = [f"{sign} {plain(getattr(part, key))}" for part in limits for key, sign in signs.items()
                       if getattr(part, key, None) is not None]
         return [f"{name} {' and '.join(conditions)}".strip()]
@@ -315,7 +420,8 @@ def allowed(field):
 
 def takes(field, kind):
     """Whether a pydantic field accepts values of this type."""
-    return kind in (field.annotation, *typing.get_args(field.annotation))
+    kinds = (field.annotation, *typing.get_args(field.annotation))
+    return kind in kinds or kind in map(typing.get_origin, kinds)
 
 
 class Help(Exception):
@@ -353,7 +459,7 @@ def parse(argv, model):
             key, value = key[3:], "false"
         elif field is None:
             raise UserError(f"--{key}: no such key", nearest(key, list(model.model_fields)))
-        elif equals and takes(field, list[int]):
+        elif equals and takes(field, tuple):
             value = value.split(",")
         elif not equals:
             following = argv[i] if i < len(argv) and not argv[i].startswith("--") else None
@@ -363,9 +469,9 @@ def parse(argv, model):
                 i, value = (i, "true") if alone else (i + 1, following)
             elif following is None:
                 raise UserError(f"--{key}: no value", f"allowed: {allowed(field)}")
-            elif takes(field, list[int]):
+            elif takes(field, tuple):
                 value, i = following.split(","), i + 1
-                while i < len(argv) and re.fullmatch(r"[\d,]+", argv[i]):
+                while i < len(argv) and re.fullmatch(r"[\d.,]+", argv[i]):
                     value, i = value + argv[i].split(","), i + 1
             else:
                 i, value = i + 1, following

@@ -45,9 +45,11 @@ def window_losses(model, tokens, ends, context, last):
 
     model.eval()
     device, losses = model.embed.weight.device, []
-    for part in np.array_split(ends, math.ceil(len(ends) / max(1, TOKENS // context))):
+    for number, part in enumerate(np.array_split(ends, math.ceil(len(ends) / max(1, TOKENS // context)))):
+        # Random positions are drawn anew for each part, so that a curve is not about one choice of them.
+        pos = model.position.choose(context, number, device)
         ids, following = (torch.from_numpy(a).to(device) for a in gather(tokens, part - context, context))
-        losses.append(model.losses(ids, following, last).double().cpu().numpy())
+        losses.append(model.losses(ids, following, last, pos).double().cpu().numpy())
     return np.concatenate(losses)
 
 
@@ -163,7 +165,7 @@ def table(by_context, by_position, config):
 
 
 class Lengths(Evaluation):
-    contexts: list[int] | None = None
+    contexts: tuple[int, ...] | None = None
     """Contexts in tokens; block_size times 1/4, 1/2, 1, 2, 4, 8, 16 unless given."""
 
 

@@ -1,4 +1,5 @@
 """Where numbers go: lines of JSON in the run's folder, which are the truth, and wandb, which shows them."""
+import hashlib
 import json
 import os
 import secrets
@@ -50,7 +51,11 @@ def curve(record):
 
 def curve_name(record):
     """How a curve is called where others of the same run stand beside it: none-1.0, yarn-auto, yarn-4.0-beta_fast=16.0."""
-    name = f"{record['scaling']}-{record['factor']}" + "".join(f"-{k}={v}" for k, v in record.get("settings", {}).items())
+    name = f"{record['scaling']}-{record['factor']}"
+    for key, value in record.get("settings", {}).items():
+        if isinstance(value, list | tuple):  # too long for a name
+            value = hashlib.sha256(json.dumps(value).encode()).hexdigest()[:6]
+        name += f"-{key}={value}"
     return name + "-finetuned" * record["finetuned"]
 
 

@@ -10,21 +10,32 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from position import POSITIONS
+from config import UserError
+from position import POSITIONS, Position
 from rope import precise, rotate
 
 
 class Past:
-    """Keys and values of one block's tokens so far, `seen` of at most `capacity`, written in place into room that doubles."""
+    """Keys and values of one block's tokens so far, `seen` of at most `capacity`, written in place into room that doubles.
 
-    def __init__(self, capacity):
-        self.capacity, self.seen = capacity, 0
+    With a sliding window, the keys that no later token sees are let go: the last `kept` are held.
+    """
+
+    def __init__(self, capacity, window=None):
+        self.capacity, self.window, self.seen = capacity, window, 0
+
+    @property
+    def kept(self):
+        return min(self.seen, self.window - 1) if self.window else self.seen
 
     def extend(self, k, v):
-        """Append k, v (B, H, T, D) -> all so far (B, H, S, D)."""
-        start, self.seen = self.seen, self.seen + k.size(2)
+        """Append k, v (B, H, T, D) -> all that are held so far (B, H, S, D)."""
+        start, self.seen = self.kept, self.seen + k.size(2)
         if start == 0:
             self.k, self.v = k[:, :, :0], v[:, :, :0]
+        if self.window:
+            self.k, self.v = (torch.cat((old[:, :, old.size(2) - start:], new), 2) for old, new in ((self.k, k), (self.v, v)))
+            return self.k, self.v
         if self.seen > self.k.size(2):
             room = max(self.seen, min(self.capacity, 2 * self.seen))
             self.k, self.v = (F.pad(held, (0, 0, 0, room - held.size(2))) for held in (self.k, self.v))
@@ -32,61 +43,144 @@ class Past:
         return self.k[:, :, :self.seen], self.v[:, :, :self.seen]
 
 
+class State:
+    """What linear attention remembers of all tokens so far: sums over keys, of a size that does not grow."""
+
+    kept, sums = 0, None  # no key is held
+
+    def __init__(self, capacity):
+        self.capacity, self.seen = capacity, 0
+
+
+def attend(q, k, v, mask, dropout):
+    """Softmax attention of q (B, H, T, D) over k, v (B, G, S, D); mask as Position.forward gives it -> (B, H, T, D)."""
+    def fused(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None and q.size(2) > 1,
+                                              enable_gqa=q.size(1) != k.size(1))
+
+    if mask is None or mask.dtype == torch.bool:
+        return fused(q, k, v, mask)
+    with torch.autocast(q.device.type, enabled=False):  # in 16 bits, far distances would be biased alike
+        q, k, v = precise(q), precise(k), precise(v)
+        return fused(q, k, v, mask.type_as(q))
+
+
+def linear_attention(features, turned, v, state=None, chunk=64):
+    """Causal linear attention (Su et al. 2021, arXiv:2104.09864, equation 19; Katharopoulos et al. 2020, arXiv:2006.16236).
+
+    features, turned: queries and keys as positive features, plain and rotated, each a pair of (B, H, T, D); v (B, H, T, D)
+    -> (B, H, T, D): y_t = sum over s <= t of (turned q_t . turned k_s) v_s / sum over s <= t of q_t . k_s. The rotation is
+    in the numerator alone: turned features may be negative, and their sum zero. Cost grows linearly with T: within a chunk
+    by scores, across chunks by the sum of k v^T over all that came before.
+    """
+    T, padding = v.size(2), -v.size(2) % chunk
+    q, k, q_turned, k_turned, v = (F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, chunk)) for x in (*features, *turned, v))
+    added = (k_turned.mT @ v, k.sum(-2, keepdim=True))  # by each chunk: (B, H, N, D, D), (B, H, N, 1, D)
+    before = [x.cumsum(2) - x for x in added]
+    if state is not None:
+        before = [x + held for x, held in zip(before, state.sums)] if state.seen else before
+        state.sums, state.seen = [(x + y)[:, :, -1:] for x, y in zip(before, added)], state.seen + T
+    future = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device).triu(1)
+    numerator = (q_turned @ k_turned.mT).masked_fill(future, 0) @ v + q_turned @ before[0]
+    denominator = (q @ k.mT).masked_fill(future, 0).sum(-1, keepdim=True) + q @ before[1].mT
+    return (numerator / denominator.clamp(min=1e-12)).flatten(2, 3)[:, :, :T]  # of the padding, 0 / 0
+
+
 class Attention(nn.Module):
     """Causal multi-head attention. It never learns the name of the encoding, and turns queries and keys only."""
 
     def __init__(self, config):
         super().__init__()
-        self.n_head, self.dropout, self.qk_norm = config.n_head, config.dropout, config.qk_norm
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.config, C, D = config, config.n_embd, config.head_size
+        self.qkv = nn.Linear(C, (config.n_head + 2 * config.kv_heads) * D,
+                             bias=config.bias if config.qkv_bias is None else config.qkv_bias)
+        self.out = nn.Linear(config.n_head * D, C, bias=config.bias)
+        if config.qk_norm == "weighted":
+            self.q_norm, self.k_norm = (nn.RMSNorm(D, config.norm_eps) for _ in range(2))
 
     def forward(self, x, rotation, mask, past=None):
+        """x (B, T, C) -> (B, T, C); rotation and mask as Position.forward gives them."""
         B, T, C = x.shape
-        qk, v = self.qkv(x).view(B, T, 3 * self.n_head, -1).split((2 * self.n_head, self.n_head), 2)  # (B, T, 2H | H, D)
-        if self.qk_norm:
+        H, G = self.config.n_head, self.config.kv_heads  # G heads of keys and values
+        qk, v = self.qkv(x).view(B, T, H + 2 * G, -1).split((H + G, G), 2)  # (B, T, H + G | G, D)
+        if self.config.qk_norm == "weighted":
+            qk = torch.cat((self.q_norm(qk[:, :, :H]), self.k_norm(qk[:, :, H:])), 2)
+        elif self.config.qk_norm:
             qk = F.rms_norm(qk, qk.shape[-1:])
-        if rotation is not None:
-            qk = rotate(qk, rotation)
-        q, k, v = *qk.transpose(1, 2).chunk(2, 1), v.transpose(1, 2)  # each (B, H, T, D)
+        if self.config.rope_values:
+            v = rotate(v, rotation)
+        y = self.mix(qk, v.transpose(1, 2), rotation, mask, past)  # (B, H, T, D)
+        return self.out(y.transpose(1, 2).reshape(B, T, -1))
+
+    def split(self, qk):
+        """(B, T, H + G, D) -> queries (B, H, T, D), keys (B, G, T, D)."""
+        return qk.transpose(1, 2).split((self.config.n_head, self.config.kv_heads), 1)
+
+    def mix(self, qk, v, rotation, mask, past):
+        q, k = self.split(qk if rotation is None else rotate(qk, rotation))
         if past is not None:
-            k, v = past.extend(k, v)  # (B, H, S, D)
-        y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0,
-                                           is_causal=mask is None and T > 1)
-        return self.out(y.transpose(1, 2).reshape(B, T, C))
+            k, v = past.extend(k, v)  # (B, G, S, D)
+        return attend(q, k, v, mask, self.config.dropout if self.training else 0.0)
+
+
+class LinearAttention(Attention):
+    """Attention whose scores are products of features, so that the past is a sum and no mask is needed."""
+
+    def mix(self, qk, v, rotation, mask, past):
+        features = F.elu(precise(qk)) + 1
+        shared = self.config.n_head // self.config.kv_heads
+
+        def pair(qk):
+            q, k = self.split(qk)
+            return q, k.repeat_interleave(shared, 1)
+
+        plain = pair(features)
+        turned = plain if rotation is None else pair(rotate(features, rotation))
+        return linear_attention(plain, turned, precise(v).repeat_interleave(shared, 1), past).type_as(v)
+
+
+ATTENTIONS = {"softmax": Attention, "linear": LinearAttention}
 
 
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.activation = config.activation
+        gated = self.activation == "swiglu"
         # swiglu has three matrices where the others have two; two thirds of the width keep the parameters equal.
-        hidden = 8 * math.ceil(config.n_embd / 3) if self.activation == "swiglu" else 4 * config.n_embd
-        self.up = nn.Linear(config.n_embd, hidden * (1 + (self.activation == "swiglu")), bias=config.bias)
+        hidden = config.mlp_hidden or (8 * math.ceil(config.n_embd / 3) if gated else 4 * config.n_embd)
+        self.up = nn.Linear(config.n_embd, hidden * (1 + gated), bias=config.bias)
         self.out = nn.Linear(hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x):
-        x = self.up(x)
-        if self.activation == "swiglu":
-            gate, x = x.chunk(2, -1)
-            return self.out(F.silu(gate) * x)
-        return self.out(F.gelu(x) if self.activation == "gelu" else F.relu(x).square())
+        return self.out(ACTIVATIONS[self.activation](self.up(x)))
+
+
+def swiglu(x):
+    gate, x = x.chunk(2, -1)
+    return F.silu(gate) * x
+
+
+ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu2": lambda x: F.relu(x).square(),
+               "swiglu": swiglu}
 
 
 def norm(config):
-    return nn.RMSNorm(config.n_embd) if config.norm == "rmsnorm" else nn.LayerNorm(config.n_embd, bias=config.bias)
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.n_embd, config.norm_eps)
+    return nn.LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
 
 
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.norm1, self.attention = norm(config), Attention(config)
+        self.norm1, self.attention = norm(config), ATTENTIONS[config.attention](config)
         self.norm2, self.mlp = norm(config), MLP(config)
-        self.drop = nn.Dropout(config.dropout)
+        self.drop, self.parallel = nn.Dropout(config.dropout), config.parallel_block
 
     def forward(self, x, rotation, mask, past=None):
-        x = x + self.drop(self.attention(self.norm1(x), rotation, mask, past))
-        return x + self.drop(self.mlp(self.norm2(x)))
+        attended = x + self.drop(self.attention(self.norm1(x), rotation, mask, past))
+        return attended + self.drop(self.mlp(self.norm2(x if self.parallel else attended)))
 
 
 class GPT(nn.Module):
@@ -100,20 +194,23 @@ class GPT(nn.Module):
         self.drop = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = norm(config)
-        self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
+        self.head = nn.Linear(config.n_embd, vocab_size, bias=config.head_bias)
         if config.tied:
             self.head.weight = self.embed.weight
         initialize(self, config, config.seed)
         # Last, and from a generator of its own: with one seed, every encoding starts from the same shared weights.
         self.position = POSITIONS[config.position](config)
+        if config.attention == "linear" and type(self.position).bias is not Position.bias:
+            raise UserError(f"attention = linear, position = {config.position}",
+                            "linear attention builds no score matrix, and that is what this encoding acts on")
         initialize(self.position, config, config.seed + 2**31)
 
     def hidden(self, ids, pos=None, past=None):
-        """ids (B, T) -> (B, T, C) before the head. pos (S,): positions of all tokens so far, 0 .. S-1 unless given.
+        """ids (B, T) -> (B, T, C) before the head. pos: positions of all tokens so far or of more, 0, 1, 2 ... unless given.
         past: from self.past(), to continue after the tokens it has seen."""
         T = ids.size(1)
-        seen, length = (past[0].seen, past[0].capacity) if past else (0, T)
-        pos = torch.arange(seen + T, device=ids.device) if pos is None else pos
+        seen, kept, length = (past[0].seen, past[0].kept, past[0].capacity) if past else (0, 0, T)
+        pos = torch.arange(seen - kept, seen + T, device=ids.device) if pos is None else pos[seen - kept:seen + T]
         embedding, rotation, mask = self.position(pos, T, length)
         x = self.embed(ids)
         if embedding is not None:
@@ -128,12 +225,12 @@ class GPT(nn.Module):
         """ids (B, T) -> logits (B, T, V); arguments as in `hidden`."""
         return precise(self.head(self.hidden(ids, pos, past)))
 
-    def loss(self, ids, targets, last=None):
+    def loss(self, ids, targets, last=None, pos=None):
         """ids, targets (B, T) -> mean cross-entropy in nats of the last targets, all unless given, to be differentiated."""
-        return self.cross_entropy(self.hidden(ids), targets, last or ids.size(1)).mean()
+        return self.cross_entropy(self.hidden(ids, pos), targets, last or ids.size(1)).mean()
 
     @torch.no_grad()
-    def losses(self, ids, targets, last=None):
+    def losses(self, ids, targets, last=None, pos=None):
         """ids, targets (B, T) -> cross-entropy in nats (B, last) of the last targets, all unless given.
 
         Memory grows with T, not with its square: long windows run in chunks of queries through the cache, and only the
@@ -141,7 +238,7 @@ class GPT(nn.Module):
         """
         T = ids.size(1)
         past = self.past(T) if T > self.CHUNK else None
-        x = torch.cat([self.hidden(chunk, past=past) for chunk in ids.split(self.CHUNK, 1)], 1)
+        x = torch.cat([self.hidden(part, pos, past) for part in ids.split(self.CHUNK, 1)], 1)
         return self.cross_entropy(x, targets, last or T)
 
     def cross_entropy(self, x, targets, last):
@@ -161,7 +258,9 @@ class GPT(nn.Module):
 
     def past(self, capacity):
         """An empty cache for a window of `capacity` tokens."""
-        return [Past(capacity) for _ in self.blocks]
+        if self.config.attention == "linear":
+            return [State(capacity) for _ in self.blocks]
+        return [Past(capacity, self.config.window) for _ in self.blocks]
 
 
 def initialize(module, config, seed):
@@ -170,11 +269,13 @@ def initialize(module, config, seed):
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding):
             nn.init.normal_(part.weight, std=config.embedding_std, generator=generator)
-        elif isinstance(part, nn.Linear) and not (name == "head" and config.tied):
-            # What a block adds to the residual stream starts small, so that depth does not matter at the start.
-            std = part.in_features ** -0.5 * ((2 * config.n_layer) ** -0.5 if name.endswith(".out") else 1)
-            if name == "head":  # as the tied one: the first guess is an even one
-                std = config.embedding_std
-            nn.init.normal_(part.weight, std=std, generator=generator)
+        elif isinstance(part, nn.Linear):
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
+            if name == "head":
+                if not config.tied:  # as small as the tied one, so that the first guess is an even one
+                    nn.init.normal_(part.weight, std=config.embedding_std, generator=generator)
+                continue
+            # What a block adds to the residual stream starts small, so that depth does not matter at the start.
+            std = part.in_features ** -0.5 * ((2 * config.n_layer) ** -0.5 if name.endswith(".out") else 1)
+            nn.init.normal_(part.weight, std=std, generator=generator)

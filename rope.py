@@ -42,7 +42,8 @@ def rotate(x, rotation):
 
 # A scaling slows the planes so that a window `factor` times longer than `context`, the training length, stays within
 # angles seen in training: (freq (P,), base, factor, context, length, and the method's own parameters) -> (freq (P,), gain).
-# length is the evaluated length; gain multiplies queries and keys. Every one equals ROPE_INIT_FUNCTIONS of transformers.
+# length is the evaluated length; gain multiplies queries and keys. Every one equals ROPE_INIT_FUNCTIONS of transformers,
+# and its parameters have the names of Hugging Face's `rope_parameters`.
 
 
 def none(freq, *, base, factor, context, length):
@@ -60,7 +61,13 @@ def ntk(freq, *, base, factor, context, length):
     return frequencies(dim, base * factor ** (dim / (dim - 2)), freq.device), 1.0
 
 
-def yarn(freq, *, base, factor, context, length, beta_fast=32.0, beta_slow=1.0, attention_factor=None):
+def dynamic(freq, *, base, factor, context, length):
+    """Dynamic NTK: nothing up to the training length, beyond it ntk by factor length/context - (factor - 1). No memory."""
+    return ntk(freq, base=base, factor=factor * max(length, context) / context - (factor - 1), context=context, length=length)
+
+
+def yarn(freq, *, base, factor, context, length, beta_fast=32.0, beta_slow=1.0, attention_factor=None, mscale=None,
+         mscale_all_dim=None, truncate=True):
     """YaRN (Peng et al. 2023, arXiv:2309.00071, section 3): planes that turn more than beta_fast times within the context
     stay, those below beta_slow are slowed by factor, with a linear ramp over the planes between; scores sharpen by gain^2."""
     dim = 2 * len(freq)
@@ -68,11 +75,33 @@ def yarn(freq, *, base, factor, context, length, beta_fast=32.0, beta_slow=1.0, 
     def plane(turns):  # the plane, as a real number, that turns this often within the context
         return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = max(math.floor(plane(beta_fast)), 0), min(math.ceil(plane(beta_slow)), dim - 1)
-    width = high - low or 0.001
-    slowed = ((torch.arange(len(freq), device=freq.device) - low) / width).clamp(0, 1)
-    gain = attention_factor or 0.1 * math.log(factor) + 1.0
+    low, high = plane(beta_fast), plane(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    slowed = ((torch.arange(len(freq), device=freq.device) - low) / (high - low or 0.001)).clamp(0, 1)
+
+    def sharpen(scale):  # equation 22
+        return 0.1 * scale * math.log(factor) + 1.0
+
+    gain = attention_factor or (sharpen(mscale) / sharpen(mscale_all_dim) if mscale and mscale_all_dim else sharpen(1.0))
     return freq * (1 - slowed) + freq / factor * slowed, gain
 
 
-SCALINGS = {"none": none, "linear": linear, "ntk": ntk, "yarn": yarn}
+def llama3(freq, *, base, factor, context, length, low_freq_factor, high_freq_factor):
+    """Llama 3.1: planes with more than high_freq_factor turns within the context stay, those with fewer than low_freq_factor
+    are slowed by factor, between them by a share that is linear in the turns (Grattafiori et al. 2024, arXiv:2407.21783)."""
+    turns = context * freq / (2 * math.pi)
+    kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return freq * kept + freq / factor * (1 - kept), 1.0
+
+
+def longrope(freq, *, base, factor, context, length, short_factor, long_factor, attention_factor=None):
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each plane is slowed by a factor of its own, found by search, of one list
+    up to the training length and of another beyond it."""
+    factors = freq.new_tensor(long_factor if length > context else short_factor)
+    return freq / factors, attention_factor or math.sqrt(1 + math.log(factor) / math.log(context))
+
+
+SCALINGS = {"none": none, "linear": linear, "ntk": ntk, "dynamic": dynamic, "yarn": yarn, "llama3": llama3,
+            "longrope": longrope}

@@ -56,14 +56,15 @@ def stream(model, ids, tokens, temperature=1.0, top_k=None, top_p=None, generato
     reach = model.position.reach
 
     def restart(ids):
-        return model.past(min(reach, ids.size(1) + tokens)), ids
+        size = min(reach, ids.size(1) + tokens)
+        return model.past(size), model.position.choose(size, 0, ids.device), ids
 
-    past, new = restart(ids if ids.size(1) <= reach else ids[:, -(reach // 2):])
+    past, pos, new = restart(ids if ids.size(1) <= reach else ids[:, -(reach // 2):])
     for _ in range(tokens):
         if past[0].seen + new.size(1) > reach:
-            past, new = restart(ids[:, -(reach // 2):])
+            past, pos, new = restart(ids[:, -(reach // 2):])
         with torch.inference_mode():
-            logits = model.head(model.hidden(new, past=past)[:, -1]).float()
+            logits = model.head(model.hidden(new, pos, past)[:, -1]).float()
             new = choose(logits, temperature, top_k, top_p, generator).to(ids.device)
             ids = torch.cat((ids, new), 1)
         yield new

@@ -85,11 +85,12 @@ def update(model, optimizers, x, y, step, config, autocast):
     import torch
 
     micro, total = config.gradient_accumulation_steps, 0.0
+    pos = model.position.choose(x.size(1), step, x.device)
     for i, (inputs, targets) in enumerate(zip(x.chunk(micro), y.chunk(micro))):
         if config.dropout:  # the fused kernels take no generator, so the global one is set by where training stands
             torch.manual_seed(int(np.random.SeedSequence((config.seed, step, i)).generate_state(1)[0]))
         with autocast:
-            loss = model.loss(inputs, targets) / micro
+            loss = model.loss(inputs, targets, pos=pos) / micro
         loss.backward()
         total += loss.item()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf).item()

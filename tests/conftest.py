@@ -2,9 +2,12 @@
 import random
 
 import pytest
+import torch
 
 import config
 import train
+
+torch.set_num_threads(1)  # the models are small, and the tests run side by side
 
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4, "max_iters": 30, "warmup_iters": 5,
          "eval_interval": 10, "eval_windows": 8, "checkpoint_interval": 10, "length_windows": 16, "threads": 1,

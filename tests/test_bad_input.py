@@ -17,6 +17,7 @@ import run
 import sample
 import train
 from config import UserError
+from position import POSITIONS
 from tests.conftest import SMALL, text
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -39,7 +40,7 @@ def refused(call, *words):
 
 def arguments(values):
     """-> the command line that says {key: value}."""
-    return [f"--{key}={value}" for key, value in values.items()]
+    return [f"--{key}={','.join(map(str, value)) if isinstance(value, list) else value}" for key, value in values.items()]
 
 
 @pytest.fixture
@@ -96,6 +97,22 @@ BAD_VALUES = [
     ({"rope_scaling": "linear", "rope_factor": "atuo"}, "rope_factor = atuo", "auto"),
     ({"rope_factor": 4}, "rope_factor = 4", "needs a rope_scaling"),
     ({"rope_scaling": "ntk", "rope_fraction": 0.0625}, "rope_scaling = ntk", "that is 2"),
+    ({"rope_scaling": "llama3", "low_freq_factor": 1}, "high_freq_factor: missing", "rope_scaling = llama3 needs it"),
+    ({"rope_scaling": "llama3", "low_freq_factor": 4, "high_freq_factor": 1}, "low_freq_factor = 4", "below high_freq_factor"),
+    ({"rope_scaling": "longrope", "short_factor": [1], "long_factor": [1]}, "short_factor: 1 numbers", "16 planes"),
+    ({"rope_scaling": "dynamic"}, "rope_factor = auto", "give a number"),
+    ({"rope_scaling": "dynamic", "rope_factor": 2, "rope_fraction": 0.0625}, "rope_scaling = dynamic", "that is 2"),
+    ({"rope_scaling": "yarn", "mscale": 1}, "mscale = 1", "only work together"),
+    ({"rope_scaling": "yarn", "mscale": 1, "mscale_all_dim": 1, "attention_factor": 1}, "mscale", "attention_factor"),
+    ({"rope_scaling": "yarn", "low_freq_factor": 1}, "low_freq_factor = 1", "llama3", "yarn"),
+    ({"attention": "linear", "rope_scaling": "yarn", "rope_factor": 2}, "rope_scaling = yarn", "attention_factor = 1"),
+    ({"attention": "linear", "window": 8}, "window = 8", "softmax"),
+    ({"n_kv_head": 3}, "n_kv_head = 3", "divide n_head = 4"),
+    ({"position": "alibi", "rope_values": True}, "rope_values = True", 'position = "rope"'),
+    ({"learned_extension": "interpolate"}, "learned_extension = interpolate", 'position = "learned"'),
+    ({"position": "learned", "learned_extension": "interpolate", "random_positions": 999}, "learned_extension", "random"),
+    ({"random_positions": 8}, "random_positions = 8", "at least block_size"),
+    ({"t5_buckets": 300, "position": "t5"}, "t5_max_distance = 128", "above t5_buckets / 2"),
     ({"max_iters": 20, "warmup_iters": 20}, "warmup_iters = 20", "below max_iters = 20"),
     ({"rope_scaling": "yarn", "rope_factor": 1e300}, "rope_factor = 1e+300", "<= 1000000"),
     ({"n_embd": 10**10}, "n_embd = 10000000000", "<= 65536"),
@@ -180,6 +197,13 @@ def test_extreme_numbers_end_without_a_traceback(argv, run_folder):
         assert sample.main([str(run_folder), "--tokens", "3", *argv]) == 0
     except UserError as error:
         assert len(str(error).splitlines()) == 2
+
+
+@pytest.mark.parametrize("position", [name for name, kind in POSITIONS.items() if kind.bias is not POSITIONS["none"].bias])
+def test_linear_attention_refuses_what_acts_on_scores(position, corpus, here):
+    values = SMALL | {"dataset": corpus, "position": position, "attention": "linear"}
+    refused(lambda: train.main(arguments(values)), f"attention = linear, position = {position}", "no score matrix")
+    assert contents(here) == {}
 
 
 # The text

@@ -47,6 +47,9 @@ def test_later_files_win_over_earlier_ones_and_the_command_line_over_all(files):
     (["--rope_factor", "4", "--rope_scaling", "yarn"], {"rope_factor": 4.0}),
     (["--dataset=a=b"], {"dataset": "a=b"}),
     (["--bias", "--qk_norm", "false"], {"bias": True, "qk_norm": False}),
+    (["--qk_norm", "weighted"], {"qk_norm": "weighted"}),
+    (["--rope_scaling", "longrope", "--n_embd=16", "--short_factor", "1", "2.5", "--long_factor=3,4"],
+     {"short_factor": (1.0, 2.5), "long_factor": (3.0, 4.0)}),
 ])
 def test_command_line_grammar(words, values):
     c = load(words)
@@ -63,7 +66,7 @@ def test_lists_have_the_same_grammar(words):
     from lengths import Lengths
 
     folders, values = parse(["run", *words], Lengths)
-    assert folders == ["run"] and config.build(Lengths, values).contexts == [64, 128]
+    assert folders == ["run"] and config.build(Lengths, values).contexts == (64, 128)
 
 
 @pytest.mark.parametrize("words", [["--n_layer"], ["--n_layer", "--bias"], ["--dataset"]])
@@ -84,6 +87,7 @@ def test_a_list_without_a_value_is_refused():
     {"rope_scaling": "yarn", "rope_factor": 8, "beta_fast": 16, "attention_factor": 1.1, "rope_original_context": 64},
     {"compile": True, "stop_at": 3, "target_val_loss": 1.5, "min_lr": 1e-16, "out_dir": "out/x"},
     {"dataset": "deleted\x7f"},
+    {"rope_scaling": "longrope", "n_embd": 16, "short_factor": [1, 2.5], "long_factor": (3, 4)},
 ])
 def test_effective_config_reads_back_equal(changes, files):
     c = config.build(Config, changes)
@@ -153,7 +157,7 @@ def test_help_of_every_program_says_what_each_key_accepts(program, option, capsy
     said = capsys.readouterr().out
     assert said.startswith("usage: python ")
     if "--rope_scaling" in said:
-        assert "--rope_scaling  (none or linear or ntk or yarn" in said
+        assert "--rope_scaling  (none or linear or ntk or dynamic or yarn or llama3 or longrope" in said
 
 
 def test_a_value_that_looks_like_help_is_a_value():
@@ -166,7 +170,9 @@ def test_short_runs_warm_up_over_their_first_half():
 
 
 @pytest.mark.parametrize("key, words", [
-    ("position", "none or learned or sinusoidal or rope"), ("rope_factor", "auto or a number >= 1 and <= 1000000"),
+    ("position", "none or learned or sinusoidal or rope or alibi or t5 or kerple or fire"),
+    ("rope_factor", "auto or a number >= 1 and <= 1000000"),
+    ("short_factor", "several of: a number > 0 and <= 1000000"), ("qk_norm", "true or false or weighted"),
     ("compile", "auto or true or false"), ("dropout", "a number >= 0 and < 1"), ("n_layer", "an integer >= 1 and <= 1000"),
 ])
 def test_what_a_key_accepts_is_said_in_words(key, words):

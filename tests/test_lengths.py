@@ -15,6 +15,7 @@ import train
 from batches import Data, load_data, window_ends
 from lengths import MULTIPLES, bits_per_byte, by_position, choose_contexts, curves, ends, evaluate, window_losses
 from model import GPT
+from position import POSITIONS
 from tests.conftest import small
 from tokenizer import Char
 
@@ -104,8 +105,10 @@ def test_window_ends_are_the_same_for_every_encoding_and_seed(data, monkeypatch)
 # The curve
 
 
-@pytest.mark.parametrize("changes", [*({"position": p} for p in ("rope", "none", "sinusoidal", "learned")),
-                                     *({"rope_scaling": s} for s in ("linear", "ntk", "yarn"))], ids=str)
+@pytest.mark.parametrize("changes", [
+    *({"position": p} for p in POSITIONS), *({"rope_scaling": s} for s in ("linear", "ntk", "yarn")),
+    {"rope_scaling": "dynamic", "rope_factor": 2}, {"window": 9}, {"attention": "linear"}, {"n_kv_head": 1},
+    {"position": "learned", "learned_extension": "interpolate"}, {"position": "alibi", "window": 9}], ids=str)
 def test_curve_equals_a_plain_loop_over_windows(changes, data, monkeypatch):
     monkeypatch.setattr(GPT, "CHUNK", 20)
     m = model(**changes)
@@ -133,9 +136,9 @@ def test_curve_equals_a_plain_loop_over_windows(changes, data, monkeypatch):
 def test_every_context_scores_the_same_targets(data, monkeypatch):
     scored, losses = {}, GPT.losses
 
-    def recorded(self, ids, targets, last=None):
+    def recorded(self, ids, targets, last, pos):
         scored.setdefault(ids.size(1), []).extend(targets[:, -K:].tolist())
-        return losses(self, ids, targets, last)
+        return losses(self, ids, targets, last, pos)
 
     monkeypatch.setattr(GPT, "losses", recorded)
     curves(model(), data)
@@ -211,8 +214,37 @@ def test_learned_positions_end_at_the_training_length_and_say_so(data):
     assert skipped == [f"context {c}: learned positions end at 32" for c in (64, 128, 256, 512)]
 
 
+def test_interpolated_tables_go_on_and_say_so(data, tmp_path):
+    changes = {"position": "learned", "learned_extension": "interpolate"}
+    (tmp_path / "config.toml").write_text(small(**changes).toml(), encoding="utf-8")
+    lengths.measure(tmp_path, model(**changes), 5, "best", data, logs.Silent(), [16, 32, 64], trained=small(position="learned"))
+    records = logs.read(tmp_path, "lengths.jsonl")
+    assert [(r["context"], r["scaling"], r["applied"], r["finetuned"]) for r in records] == [
+        (16, "interpolate", 1, False), (32, "interpolate", 1, False), (64, "interpolate", 2, False)]
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_random_positions_end_the_curve_and_are_drawn_anew_for_each_batch(position, data, monkeypatch):
+    made, seen = model(position=position, random_positions=100), []
+    losses = GPT.losses
+    monkeypatch.setattr(GPT, "losses", lambda self, ids, targets, last, pos: (
+        seen.append(pos.tolist()), losses(self, ids, targets, last, pos))[1])
+    monkeypatch.setattr(lengths, "TOKENS", 256)
+    by_c, _, skipped = curves(made, data)
+    assert [r["context"] for r in by_c] == [8, 16, 32, 64]
+    assert skipped == [f"context {c}: {position} positions end at 100" for c in (128, 256, 512)]
+    drawn = [pos for pos in seen if len(pos) == 64]
+    assert len(drawn) == len({tuple(pos) for pos in drawn}) > 1 and all(max(pos) < 100 for pos in drawn)
+    before = list(seen)
+    seen.clear()
+    curves(made, data)
+    assert seen == before
+
+
 @pytest.mark.parametrize("changes, applied", [
-    ({}, [1, 1, 1, 1]), ({"rope_scaling": "yarn"}, [1, 1, 2, 16]), ({"rope_scaling": "linear", "rope_factor": 4}, [4, 4, 4, 4]),
+    ({}, [1, 1, 1, 1]), ({"rope_scaling": "yarn"}, [1, 1, 2, 16]),
+    ({"rope_scaling": "dynamic", "rope_factor": 2}, [1, 1, 3, 31]),
+    ({"rope_scaling": "linear", "rope_factor": 4}, [4, 4, 4, 4]),
     ({"rope_scaling": "ntk", "rope_original_context": 16}, [1, 2, 4, 32]),
 ])
 def test_factor_that_was_applied_is_recorded(changes, applied, data):
@@ -233,7 +265,9 @@ def test_factor_that_was_applied_is_recorded(changes, applied, data):
 # Memory
 
 
-@pytest.mark.parametrize("changes", [{}, {"rope_scaling": "yarn"}, {"position": "sinusoidal"}, {"position": "none"}], ids=str)
+@pytest.mark.parametrize("changes", [
+    {}, {"rope_scaling": "yarn"}, {"position": "sinusoidal"}, {"position": "none"}, {"position": "alibi"},
+    {"position": "fire", "window": 40}, {"attention": "linear"}], ids=str)
 @pytest.mark.parametrize("chunk, logits", [(7, 2**25), (64, 3 * V), (200, 1), (512, 2**25)])
 @pytest.mark.parametrize("last", [None, 1, 5, 150])
 def test_parts_give_the_losses_of_the_whole(changes, chunk, logits, last, data, monkeypatch):

@@ -13,7 +13,7 @@ from tests.test_position import VOCABULARY, model, tokens
 def slow(made, ids):
     """The forward pass in loops, for layernorm without bias, no qk_norm, gelu: (T,) -> (T, V)."""
     state, config = made.state_dict(), made.config
-    H, D = config.n_head, config.head_dim
+    H, D = config.n_head, config.head_size
     x = [state["embed.weight"][i] for i in ids]
     for layer in range(config.n_layer):
         part = {k.removeprefix(f"blocks.{layer}."): v for k, v in state.items() if k.startswith(f"blocks.{layer}.")}
@@ -160,3 +160,105 @@ def test_qk_norm_comes_before_the_rotation_and_bounds_scores(monkeypatch):
     for q, k in attention_calls(monkeypatch, lambda: made(tokens(1, 6))):
         torch.testing.assert_close(q.norm(dim=-1), torch.full(q.shape[:3], 4.0, dtype=torch.float64), atol=1e-3, rtol=0)
         torch.testing.assert_close(k.norm(dim=-1), torch.full(k.shape[:3], 4.0, dtype=torch.float64), atol=1e-3, rtol=0)
+
+
+# Variants of attention
+
+
+def test_grouped_queries_equal_repeated_keys_and_values():
+    grouped, full = model("rope", n_head=4, n_kv_head=2), model("rope", n_head=4)
+    for a, b in zip(grouped.blocks, full.blocks):
+        q, k, v = a.attention.qkv.weight.split((32, 16, 16))
+        b.attention.qkv.weight.copy_(torch.cat((q, *(x.view(2, 8, 32).repeat_interleave(2, 0).flatten(0, 1) for x in (k, v)))))
+    others = {k: v for k, v in grouped.state_dict().items() if not k.endswith("qkv.weight")}
+    full.load_state_dict(others, strict=False)
+    torch.testing.assert_close(grouped(tokens(2, 9)), full(tokens(2, 9)), atol=1e-10, rtol=0)
+
+
+def test_grouped_keys_need_a_smaller_cache():
+    made = model("rope", n_head=4, n_kv_head=1)
+    past = made.past(10)
+    made(tokens(1, 10), past=past)
+    assert past[0].k.shape == past[0].v.shape == (1, 1, 10, 8)
+
+
+@pytest.mark.parametrize("steps", [[20, 1, 1, 1], [1] * 23, [3, 9, 1, 10]])
+def test_cache_keeps_the_window_only(steps):
+    made = model("rope", window=6)
+    past, ids = made.past(23), tokens(1, 23)
+    for n, part in zip(steps, ids.split(steps, 1)):
+        before = past[0].kept
+        made(part, past=past)
+        assert past[0].k.size(2) == before + n and past[0].kept <= 5
+    assert past[0].seen == 23
+
+
+def quadratic(made, rotation, features_of, T):
+    """Linear attention of one block as the paper writes it, in loops over tokens: hidden x (T, C) -> (T, C)."""
+    config, attention = made.config, made.blocks[0].attention
+    H, D = config.n_head, config.head_size
+
+    def formula(x):
+        qkv = attention.qkv(x).view(T, 3, H, D)
+        out = torch.zeros(T, H, D, dtype=x.dtype)
+        for h in range(H):
+            q, k = (torch.nn.functional.elu(qkv[:, i, h]) + 1 for i in range(2))
+            tq, tk = (features_of(y, rotation) for y in (q, k))
+            for t in range(T):
+                numerator = sum((tq[t] @ tk[s]) * qkv[s, 2, h] for s in range(t + 1))
+                out[t, h] = numerator / sum(q[t] @ k[s] for s in range(t + 1))
+        return attention.out(out.flatten(1))
+    return formula
+
+
+@pytest.mark.parametrize("name", ["none", "rope"])
+@pytest.mark.parametrize("T", [1, 63, 64, 70, 200])
+def test_linear_attention_in_chunks_is_the_papers_formula_and_a_recurrence(name, T):
+    made = model(name, attention="linear")
+    x = torch.randn(T, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    rotation = made.position(torch.arange(T), T)[1]
+
+    def turn(features, rotation):
+        if rotation is None:
+            return features
+        pairs = torch.view_as_complex(features.view(T, -1, 2)) * torch.view_as_complex(rotation.double())
+        return torch.view_as_real(pairs).flatten(1)
+
+    attention = made.blocks[0].attention
+    rotation = None if rotation is None else rotation.double()
+    whole = attention(x[None], rotation, None)[0]
+    torch.testing.assert_close(whole, quadratic(made, rotation, turn, T)(x), atol=1e-9, rtol=1e-9)
+    state = made.past(T)[0]
+    one = [attention(x[None, t:t + 1], None if rotation is None else rotation[t:t + 1], None, state)[0] for t in range(T)]
+    torch.testing.assert_close(torch.cat(one), whole, atol=1e-9, rtol=1e-9)
+
+
+def test_linear_attention_remembers_a_state_that_does_not_grow():
+    made = model("rope", attention="linear")
+    past = made.past(500)
+    for part in tokens(1, 500).split(100, 1):
+        made(part, past=past)
+        assert [tuple(x.shape) for x in past[0].sums] == [(1, 2, 1, 16, 16), (1, 2, 1, 1, 16)]
+    assert past[0].seen == 500
+
+
+def test_linear_attention_is_finite_far_beyond_the_training_length():
+    made = model("rope", torch.float32, attention="linear")
+    assert made.losses(tokens(1, 3000), tokens(1, 3000)).isfinite().all()
+
+
+def test_turned_values_leave_the_attention_weights_and_change_the_output(monkeypatch):
+    plain, turned, ids = model("rope", n_layer=1), model("rope", n_layer=1, rope_values=True), tokens(1, 12)
+    calls = [attention_calls(monkeypatch, lambda made=made: made(ids))[0] for made in (plain, turned)]
+    assert torch.equal(calls[0][0], calls[1][0]) and torch.equal(calls[0][1], calls[1][1])  # queries and keys, so the weights
+    assert not torch.allclose(plain(ids), turned(ids))
+    shifted = turned(ids, pos=torch.arange(12) + 5)
+    assert not torch.allclose(shifted, turned(ids))  # and the model is no longer relative
+
+
+def test_parallel_block_reads_the_same_input_twice():
+    made = model("rope", n_layer=1, parallel_block=True)
+    block, x = made.blocks[0], torch.randn(1, 5, 32, dtype=torch.float64)
+    rotation = made.position(torch.arange(5), 5)[1]
+    expected = x + block.attention(block.norm1(x), rotation, None) + block.mlp(block.norm2(x))
+    torch.testing.assert_close(block(x, rotation, None), expected)

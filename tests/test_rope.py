@@ -1,10 +1,12 @@
 """The rotation against the paper's own forms, and the scalings against transformers."""
 import math
+import random
 
 import pytest
 import torch
 
 import rope
+from config import SCALING_PARAMETERS
 from position import RoPE
 from tests.conftest import small
 
@@ -103,32 +105,62 @@ def test_partial_rotation_uses_the_rotary_dimension_and_leaves_the_rest(fraction
     torch.testing.assert_close(turned[..., :rotated], expected, atol=1e-6, rtol=1e-6)
 
 
-def reference(method, dim, base, factor, context, fraction=1.0, **parameters):
-    """-> (inverse frequencies, attention factor) of transformers."""
+def reference(method, dim, base, factor, context, length, fraction, **parameters):
+    """-> (inverse frequencies, attention factor) of transformers for a window of `length` tokens."""
     modeling = pytest.importorskip("transformers.modeling_rope_utils")
     from transformers import LlamaConfig
 
-    kind = {"none": "default"}.get(method, method)
-    settings = {"rope_type": kind, "rope_theta": base, "factor": factor, "partial_rotary_factor": fraction,
+    settings = {"rope_type": method, "rope_theta": base, "factor": factor, "partial_rotary_factor": fraction,
                 "original_max_position_embeddings": context, **parameters}
     llama = LlamaConfig(hidden_size=4 * dim, num_attention_heads=4, head_dim=dim, rope_parameters=settings,
-                        max_position_embeddings=round(context * factor))
-    return modeling.ROPE_INIT_FUNCTIONS[kind](llama, "cpu")
+                        max_position_embeddings=context)
+    return modeling.ROPE_INIT_FUNCTIONS[method](llama, "cpu", seq_len=length)
 
 
-YARN = [{}, {"beta_fast": 16.0, "beta_slow": 2.0}, {"attention_factor": 1.3}]
+def parameters(method, planes, draw):
+    """-> a random valid choice of the parameters that a method takes."""
+    if method == "yarn":
+        return draw.choice([
+            {}, {"beta_fast": draw.uniform(8, 64), "beta_slow": draw.uniform(0.5, 4)}, {"truncate": False},
+            {"attention_factor": draw.uniform(0.5, 2)},
+            {"mscale": draw.uniform(0.5, 2), "mscale_all_dim": draw.uniform(0.5, 2)}])
+    if method == "llama3":
+        return {"low_freq_factor": draw.uniform(0.5, 2), "high_freq_factor": draw.uniform(3, 8)}
+    if method == "longrope":
+        lists = {name: [draw.uniform(1, 40) for _ in range(planes)] for name in ("short_factor", "long_factor")}
+        return lists | draw.choice([{}, {"attention_factor": draw.uniform(0.5, 2)}])
+    return {}
 
 
-@pytest.mark.parametrize("method, parameters", [("linear", {})] + [("yarn", p) for p in YARN])
-@pytest.mark.parametrize("dim, fraction", [(32, 1.0), (64, 1.0), (64, 0.5), (128, 0.25), (8, 1.0)])
-@pytest.mark.parametrize("base, factor, context", [(1e4, 4.0, 256), (5e5, 8.0, 8192), (1e4, 1.5, 64), (1e3, 16.0, 100)])
-def test_scaling_equals_transformers(method, parameters, dim, fraction, base, factor, context):
+@pytest.mark.parametrize("method", ["linear", "dynamic", "yarn", "llama3", "longrope"])
+@pytest.mark.parametrize("seed", range(40))
+def test_scaling_equals_transformers(method, seed):
+    draw = random.Random(seed)
+    dim, fraction = draw.choice([(32, 1.0), (64, 1.0), (64, 0.5), (80, 0.4), (128, 0.25), (8, 1.0), (96, 0.75)])
+    base, factor, context = 10 ** draw.uniform(3, 6), draw.uniform(1, 40), draw.choice([64, 100, 256, 2048, 8192])
+    own = parameters(method, int(dim * fraction) // 2, draw)
     made = small(n_embd=4 * dim, n_head=4, rope_scaling=method, rope_factor=factor, rope_base=base, rope_fraction=fraction,
-                 rope_original_context=context, **parameters)
-    freq, gain = RoPE(made).frequencies(length=context)
-    expected, attention_factor = reference(method, dim, base, factor, context, fraction, **parameters)
-    torch.testing.assert_close(freq, expected, rtol=1e-6, atol=0)
-    assert gain == pytest.approx(attention_factor, rel=1e-6)
+                 rope_original_context=context, **own)
+    for length in (context // 2, context, context + 1, 3 * context):
+        freq, gain = RoPE(made).frequencies(length)
+        expected, attention_factor = reference(method, dim, base, factor, context, length, fraction, **own)
+        torch.testing.assert_close(freq, expected, rtol=1e-6, atol=0)
+        assert gain == pytest.approx(attention_factor, rel=1e-6)
+
+
+def test_config_holds_parameters_of_every_method_that_has_some():
+    assert {m for m in rope.SCALINGS if parameters(m, 4, random.Random(0)) or m == "yarn"} == {
+        m for m, names in SCALING_PARAMETERS.items() if names}
+
+
+def test_dynamic_is_ntk_beyond_the_training_length_and_has_no_memory():
+    position = RoPE(small(rope_scaling="dynamic", rope_factor=2.0))
+    plain = rope.frequencies(16)
+    before = position.frequencies(32)[0]
+    torch.testing.assert_close(before, plain)
+    longer = position.frequencies(128)[0]
+    torch.testing.assert_close(longer, rope.ntk(plain, base=1e4, factor=2 * 4 - 1, context=32, length=128)[0])
+    assert torch.equal(position.frequencies(32)[0], before) and torch.equal(position.frequencies(128)[0], longer)
 
 
 @pytest.mark.parametrize("dim", [4, 32, 128])
@@ -142,7 +174,9 @@ def test_ntk_is_a_larger_base(dim):
 @pytest.mark.parametrize("method", rope.SCALINGS)
 def test_factor_one_is_the_identity(method):
     plain = rope.frequencies(64)
-    freq, gain = rope.SCALINGS[method](plain, base=10000.0, factor=1.0, context=256, length=256)
+    own = {"longrope": {"short_factor": [1.0] * 32, "long_factor": [7.0] * 32},
+           "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}.get(method, {})
+    freq, gain = rope.SCALINGS[method](plain, base=10000.0, factor=1.0, context=256, length=256, **own)
     torch.testing.assert_close(freq, plain, rtol=1e-6, atol=0)
     assert gain == 1.0
 

@@ -11,6 +11,7 @@ import tokenizer
 import train
 from config import UserError
 from model import GPT
+from position import POSITIONS
 from sample import choose, encode_start, stream
 from tests.conftest import small
 
@@ -39,7 +40,9 @@ def recomputed(model, ids, tokens, temperature, top_k=None, top_p=None):
 
 
 CASES = [{"position": "rope"}, {"position": "rope", "rope_scaling": "yarn"}, {"position": "rope", "rope_scaling": "ntk"},
-         {"position": "rope", "rope_fraction": 0.5}, {"position": "sinusoidal"}, {"position": "none"}, {"position": "learned"}]
+         {"rope_scaling": "dynamic", "rope_factor": 2.0}, {"rope_fraction": 0.5}, {"window": 7}, {"attention": "linear"},
+         {"n_kv_head": 1}, {"position": "learned", "learned_extension": "interpolate"},
+         *({"position": name} for name in POSITIONS)]
 
 
 @pytest.mark.parametrize("choice", [{"temperature": 0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}])
@@ -49,8 +52,21 @@ def test_streaming_with_a_cache_equals_recomputing_every_window(changes, length,
     m, ids, generator = model(**changes), random_ids(3, length), torch.Generator().manual_seed(5)
     new = torch.cat(list(stream(m, ids, 40, generator=generator, **choice)), 1)
     # What a factor depends on, the length of prompt and tokens together, is settled once.
-    settled = {"rope_factor": max(1, (length + 40) / 32)} if "rope_scaling" in changes else {}
-    assert new.tolist() == recomputed(model(**changes, **settled), ids, 40, **choice)[:, length:].tolist()
+    whole, settled = length + 40, model(**changes)
+    forward = settled.position.forward
+    settled.position.forward = lambda pos, T, size: forward(pos, T, whole if settled.position.reach > 32 else size)
+    assert new.tolist() == recomputed(settled, ids, 40, **choice)[:, length:].tolist()
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_random_positions_are_drawn_once_for_prompt_and_text(position, monkeypatch):
+    m, seen, forward = model(position=position, random_positions=60), [], None
+    forward = m.position.forward
+    m.position.forward = lambda pos, T, size: (seen.append(pos.tolist()), forward(pos, T, size))[1]
+    assert len(list(stream(m, random_ids(1, 10), 40, temperature=0))) == 40
+    drawn = m.position.choose(50, 0).tolist()
+    assert seen == [drawn[:n] for n in range(10, 50)]
+    assert len(list(stream(m, random_ids(1, 50), 40, temperature=0))) == 40  # beyond them, on the last half
 
 
 def test_samples_of_one_batch_are_those_of_each_alone():

@@ -71,7 +71,9 @@ def test_accumulated_gradients_equal_the_larger_batch():
     {},
     {"optimizer": "adamw", "position": "learned"},
     {"dropout": 0.2, "gradient_accumulation_steps": 2, "position": "sinusoidal"},
-    {"length_interval": 10, "position": "none", "max_iters": 31}])
+    {"length_interval": 10, "position": "none", "max_iters": 31},
+    {"position": "t5", "random_positions": 300}, {"position": "kerple", "window": 9}, {"position": "fire", "n_kv_head": 1},
+    {"position": "alibi", "parallel_block": True}, {"attention": "linear", "qk_norm": "weighted"}])
 @pytest.mark.parametrize("stop_at", [7, 20])
 def test_stopped_and_resumed_equals_never_stopped(corpus, tmp_path, changes, stop_at):
     assert run(corpus, tmp_path / "whole", **changes) == 0
@@ -153,6 +155,16 @@ def test_encodings_see_identical_batches_and_start_alike(corpus, tmp_path, monke
         assert all(torch.equal(a, b) for a, b in zip(seen[position][1], inputs))
 
 
+def test_random_positions_depend_on_seed_and_iteration_alone(corpus, tmp_path, monkeypatch):
+    seen, loss = [], GPT.loss
+    monkeypatch.setattr(GPT, "loss", lambda self, *batch, pos: (seen.append(pos.tolist()), loss(self, *batch, pos=pos))[1])
+    for position, changes in (("none", {"stop_at": 4}), ("alibi", {"gradient_accumulation_steps": 2, "stop_at": 4})):
+        assert run(corpus, tmp_path / position, position=position, random_positions=500, **changes) == 0
+    alone, accumulated = seen[:4], seen[4:]
+    assert accumulated == [pos for pos in alone for _ in range(2)]  # the micro-batches of an iteration share them
+    assert len({tuple(pos) for pos in alone}) == 4
+
+
 def test_evaluation_settings_do_not_change_training(corpus, tmp_path):
     assert run(corpus, tmp_path / "a", dropout=0.1) == 0
     assert run(corpus, tmp_path / "b", dropout=0.1, eval_interval=3, eval_windows=4, length_interval=9, log_interval=1) == 0
@@ -166,9 +178,9 @@ def test_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(corpus, t
     original = GPT.loss
     calls = []
 
-    def poisoned(self, ids, targets):  # as update calls it
+    def poisoned(self, ids, targets, **kw):
         calls.append(1)
-        return original(self, ids, targets) * (float("nan") if len(calls) == 5 else 1)
+        return original(self, ids, targets, **kw) * (float("nan") if len(calls) == 5 else 1)
 
     monkeypatch.setattr(GPT, "loss", poisoned)
     argv = [f"--{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in SMALL.items()]
