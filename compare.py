@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import Field
 
 import logs
-from config import NEUTRAL, Options, UserError, build, command, helped, parse
+from config import NEUTRAL, Options, UserError, build, command, helped, parse, read_config
 
 # Colours that stay apart for colour-blind eyes (Okabe and Ito), and with dashes and markers also in grey print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999999")
@@ -20,7 +20,7 @@ MARKERS = "osD^vP*X"
 def read_run(folder):
     """-> {"name", "config", "summary", "log", "lengths"} of a run's folder."""
     folder = Path(folder)
-    return {"name": shortened(folder.resolve().name), "config": logs.read_config(folder), "summary": logs.read_summary(folder),
+    return {"name": shortened(folder.resolve().name), "config": read_config(folder), "summary": logs.read_summary(folder),
             "log": logs.read(folder, "log.jsonl"), "lengths": latest(logs.read(folder, "lengths.jsonl"), "context"),
             "positions": latest(logs.read(folder, "positions.jsonl"), "position")}
 
@@ -68,7 +68,7 @@ def spread(values, digits=4):
 
 def same_windows(runs):
     """Whether the curves of all runs are over the same windows of the same ids."""
-    return len({(record.get("data"), run["config"].block_size, len(record.get("window_losses", ())))
+    return len({(record.get("data"), run["config"].unit, len(record.get("window_losses", ())))
                 for run in runs for curve in run["lengths"].values() for record in curve.values()}) == 1
 
 

@@ -9,6 +9,7 @@ import copy
 import difflib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -63,7 +64,7 @@ class Config(Options):
     dataset: str = Field("stdlib", min_length=1)
     """A name data/prepare.py knows (stdlib, shakespeare, enwik8, ...) or the path of a UTF-8 text file or folder."""
     tokenizer: str = Field("bpe", min_length=1)
-    """char, byte, bpe (trained on the training split) or the name of a tiktoken encoding such as gpt2."""
+    """char, byte, bpe (trained on the training split), the name of a tiktoken encoding such as gpt2, or a tokenizer.json."""
     vocab_size: int = Field(1024, ge=257, le=1_000_000)
     """Size of the vocabulary that tokenizer = "bpe" trains; the other tokenizers bring their own."""
 
@@ -160,6 +161,8 @@ class Config(Options):
     """longrope: how much each plane is slowed beyond the original context."""
 
     # ---- training
+    init_from: str | None = Field(None, min_length=1)
+    """A run's folder to begin from: its best weights, and its text, model and positions where these are not given anew."""
     optimizer: Literal["adamw", "muon"] = "muon"
     """adamw for everything, or muon for the matrices of the blocks and adamw for the rest."""
     batch_size: int = Field(8, ge=1, le=2**20)
@@ -325,6 +328,11 @@ class Config(Options):
     def original_context(self):
         """The training length that rope scalings refer to."""
         return self.rope_original_context or self.block_size
+
+    @property
+    def unit(self):
+        """Tokens that length curves are multiples of: the training length, that of its origin where a run extends one."""
+        return self.original_context if self.init_from else self.block_size
 
     def factor(self, length):
         """The stretch that rope_factor comes to for a window of `length` tokens."""
@@ -510,17 +518,49 @@ def read_toml(path):
         raise UserError(f"{path}: not a readable TOML file", f"{error}") from None
 
 
+def read_config(folder):
+    """-> the Config that a run's folder was trained with. UserError, with the nearest run, if there is none."""
+    folder = Path(folder)
+    if not (folder / "config.toml").is_file():
+        near = [str(p.parent) for p in sorted(folder.parent.glob("*/config.toml"))]
+        raise UserError(f"{folder}: no run in this folder", nearest(str(folder), near) if near else "train one first")
+    try:
+        return build(Config, read_toml(folder / "config.toml"))
+    except UserError as error:
+        raise UserError(f"{folder / 'config.toml'}: {error.problem}", error.advice) from None
+
+
+def with_changes(trained, changes):
+    """-> {key: value} of a trained Config in which some are changed; another scaling starts from its own defaults."""
+    values = trained.model_dump(exclude_none=True)
+    if "rope_scaling" in changes:
+        for key in {"rope_factor", *sum(SCALING_PARAMETERS.values(), ())} & values.keys():
+            del values[key]
+    return values | changes
+
+
+def inherited(folder, changes):
+    """-> the keys of a run's text, model and positions, changed, for a run that begins from its weights."""
+    trained = read_config(folder)
+    keys = list(itertools.takewhile(lambda key: key != "init_from", Config.model_fields))
+    text = {"tokenizer": str(Path(folder) / "tokenizer.json"), "rope_original_context": trained.original_context}
+    return {k: v for k, v in with_changes(trained, text | changes).items() if k in keys or k in changes}
+
+
 def load(argv):
     """Config files and command line -> Config, with out_dir filled in."""
     files, changes = parse(argv, Config)
     values = {}
     for file in files:
         values |= read_toml(file)
-    config = build(Config, values | changes)
+    values |= changes
+    if values.get("init_from"):
+        values = inherited(values["init_from"], values)
+    config = build(Config, values)
     if config.out_dir is None:
         name = "+".join(Path(f).stem for f in files) or config.position
         shown = {k: v for k, v in changes.items() if k not in (*NEUTRAL, "seed")}
-        name += "".join(f"-{k}={Path(v).name if k == 'dataset' else v}" for k, v in sorted(shown.items()))
+        name += "".join(f"-{k}={Path(v).name if k in ('dataset', 'init_from') else v}" for k, v in sorted(shown.items()))
         if len(name.encode("utf-8", "replace")) > 160:  # file systems end names at 255 bytes
             name = f"{name[:35]}-{hashlib.sha256(name.encode('utf-8', 'replace')).hexdigest()[:12]}"
         folder = re.sub(r"[^\w.=+-]", "_", f"{name}-{config.seed}")

@@ -16,27 +16,27 @@ import logs
 from batches import gather, load_data, window_ends
 from config import Evaluation, UserError, command, helped, run_arguments
 
-MULTIPLES = (1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # contexts, as multiples of block_size
+MULTIPLES = (1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # contexts, as multiples of Config.unit
 TOKENS = 2**11  # tokens in a batch of windows: more do not fit the cache of a CPU
 
 
-def ends(length, documents, block_size, count):
+def ends(length, documents, unit, count):
     """-> (W,) window ends and the longest context they hold; the same whatever contexts are asked for.
 
     The longest of MULTIPLES for which the documents offer 16 windows at least, or the shortest.
     """
-    spacing = targets(block_size)
+    spacing = targets(unit)
     for multiple in sorted(MULTIPLES, reverse=True):
-        longest = int(multiple * block_size)
+        longest = int(multiple * unit)
         found = window_ends(length, documents, longest, count, spacing)
         if len(found) >= min(count, 16):
             break
     return found, longest
 
 
-def targets(block_size):
-    """K: how many targets of each window are scored."""
-    return max(1, block_size // 16)
+def targets(unit):
+    """K: how many targets of each window are scored. unit: Config.unit, block_size but where a context was extended."""
+    return max(1, unit // 16)
 
 
 def window_losses(model, tokens, ends, context, last):
@@ -88,10 +88,10 @@ def by_position(losses):
     return records
 
 
-def choose_contexts(model, asked, longest, windows=2):
+def choose_contexts(model, asked, longest, unit, windows=2):
     """-> (contexts that can be measured, sentences about the others)."""
-    config, K, measured, skipped = model.config, targets(model.config.block_size), [], []
-    for context in sorted({int(m * config.block_size) for m in MULTIPLES} if asked is None else set(asked)):
+    config, K, measured, skipped = model.config, targets(unit), [], []
+    for context in sorted({int(m * unit) for m in MULTIPLES} if asked is None else set(asked)):
         if context < K:
             skipped.append(f"context {context}: shorter than the {K} targets that are scored")
         elif context > model.position.reach:
@@ -99,18 +99,21 @@ def choose_contexts(model, asked, longest, windows=2):
         elif windows < 2:  # of one window there is no standard error
             skipped.append(f"context {context}: the validation text has too few documents longer than {longest} tokens")
         elif context > longest:
-            reason = "16 times block_size" if longest == 16 * config.block_size else "the text has few longer documents"
+            reason = "16 times the training length" if longest == 16 * unit else "the text has few longer documents"
             skipped.append(f"context {context}: windows end at {longest} tokens, {reason}")
         else:
             measured.append(context)
     return measured, skipped
 
 
-def curves(model, data, contexts=None):
-    """-> (records by context, records by position at the longest of them, sentences about contexts left out)."""
-    config, K = model.config, targets(model.config.block_size)
-    at, longest = ends(len(data.val), data.documents, config.block_size, config.length_windows)
-    measured, skipped = choose_contexts(model, contexts, longest, len(at))
+def curves(model, data, contexts=None, unit=None):
+    """-> (records by context, records by position at the longest of them, sentences about contexts left out).
+
+    unit: Config.unit of the model as it was trained, where model.config is another.
+    """
+    config, unit = model.config, unit or model.config.unit
+    K, (at, longest) = targets(unit), ends(len(data.val), data.documents, unit, config.length_windows)
+    measured, skipped = choose_contexts(model, contexts, longest, unit, len(at))
     by_c, by_p = [], []
     for context in measured:
         far = context == measured[-1]
@@ -130,7 +133,7 @@ def measure(folder, model, step, checkpoint, data, tracker, contexts=None, train
     """
     config = model.config
     trained = trained or config
-    by_c, by_p, skipped = curves(model, data, contexts)
+    by_c, by_p, skipped = curves(model, data, contexts, trained.unit)
     # What tells one curve from another; `factor` is what was asked for, `applied` in each record what it came to.
     label = {"step": step, "checkpoint": checkpoint, **config.reading(), "data": data.sha256[:12],
              "finetuned": config.reading() == trained.reading() and trained.applied(trained.block_size) > 1}
@@ -176,7 +179,7 @@ def main(argv):
 
     restored = run.restore(folder, options.checkpoint, **options.changes())
     data = load_data(restored.config)
-    if data.sha256 != restored.data_sha256:
+    if restored.data_sha256 and data.sha256 != restored.data_sha256:  # of imported weights nobody knows the text
         raise UserError(f"dataset = {restored.config.dataset}: the text has changed since {restored.folder} was trained",
                         "its curves would not be comparable; train again with --overwrite")
     tracker = logs.TRACKERS[restored.trained.wandb](restored.folder, restored.trained)

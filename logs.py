@@ -5,7 +5,7 @@ import os
 import secrets
 from pathlib import Path
 
-from config import Config, UserError, build, nearest, read_toml
+from config import UserError
 
 # What makes two lines of a file the same measurement: the later one replaces the earlier when read.
 IDENTITY = {
@@ -20,18 +20,6 @@ NUMBERS = {
     "lengths.jsonl": lambda r: ("step", "context", "loss", "stderr"),
     "positions.jsonl": lambda r: ("step", "position", "loss", "stderr"),
 }
-
-
-def read_config(folder):
-    """-> the Config that a run's folder was trained with. UserError, with the nearest run, if there is none."""
-    folder = Path(folder)
-    if not (folder / "config.toml").is_file():
-        near = [str(p.parent) for p in sorted(folder.parent.glob("*/config.toml"))]
-        raise UserError(f"{folder}: no run in this folder", nearest(str(folder), near) if near else "train one first")
-    try:
-        return build(Config, read_toml(folder / "config.toml"))
-    except UserError as error:
-        raise UserError(f"{folder / 'config.toml'}: {error.problem}", error.advice) from None
 
 
 def read_summary(folder):

@@ -17,7 +17,7 @@ import torch
 
 import logs
 import tokenizer
-from config import NEUTRAL, SCALING_PARAMETERS, Config, UserError, build
+from config import NEUTRAL, Config, UserError, build, read_config, with_changes
 from model import GPT
 
 FORMAT = 1  # of checkpoints; a larger number means that older programs must not read them
@@ -105,7 +105,7 @@ def fill(model, weights, path):
         here, there = (tuple(d[key].shape) if key in d else "nothing" for d in (own, weights))
         if here != there:
             raise UserError(f"{path}: weights of another configuration: {key} is {there} there and {here} here",
-                            "the checkpoint and config.toml of the folder do not belong together")
+                            "the checkpoint belongs to a model of another shape")
     model.load_state_dict(weights)
 
 
@@ -129,12 +129,10 @@ def restore(folder, checkpoint="best", **changes):
     changes: config keys of Evaluation.changes, of the type the config wants or as text.
     """
     folder = Path(folder)
-    trained = logs.read_config(folder)
-    values = trained.model_dump(exclude_none=True)
-    if "rope_scaling" in changes:  # a new method starts from its own defaults
-        for key in {"rope_factor", *sum(SCALING_PARAMETERS.values(), ())} & values.keys():
-            del values[key]
-    config = build(Config, values | changes)
+    trained = read_config(folder)
+    if Path(trained.tokenizer).name == "tokenizer.json":  # that of the folder, wherever it is now
+        changes = {"tokenizer": str(folder / "tokenizer.json"), **changes}
+    config = build(Config, with_changes(trained, changes))
     resolved = resolve(config)
     torch.set_num_threads(resolved["threads"])
     content = load(folder / f"{checkpoint}.pt")
@@ -173,7 +171,7 @@ class Run:
             raise UserError(f"{self.folder}: not empty, and not a run's folder", "give another --out_dir")
         if config.overwrite and (self.folder / "last.pt").exists():
             return  # whatever else is in there, it is a run
-        before = logs.read_config(self.folder)
+        before = read_config(self.folder)
         if config.overwrite:
             return
         refuse_difference(before, config)
@@ -200,8 +198,11 @@ class Run:
         return self.resolved
 
     def load_into(self, model, optimizers):
-        """Give a continued run its weights and the optimizers' state back."""
+        """Give a continued run its weights and the optimizers' state back, a new one the weights it begins from."""
         if not self.state:
+            if self.config.init_from:
+                origin = Path(self.config.init_from) / "best.pt"
+                fill(model, load(origin)["model"], origin)
             return
         fill(model, self.state["model"], self.folder / "last.pt")
         try:

@@ -22,9 +22,16 @@ PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*\n[ \t]*|\s+(?!\S)|\s+"
 class Tokenizer:
     """What the three kinds share. tokens: the bytes of every id in order, empty for ids that stand for no text."""
 
+    padding = 0
+
     def __init__(self, tokens, separator):
         self.tokens = tokens
         self.separator = separator
+
+    def pad(self, vocab_size):
+        """Add ids that stand for no text, as models have that round their vocabulary up."""
+        self.padding += vocab_size - self.vocab_size
+        self.tokens = self.tokens + [b""] * (vocab_size - self.vocab_size)
 
     @property
     def vocab_size(self):
@@ -87,6 +94,29 @@ class Byte(Tokenizer):
         return {"separated": self.separator is not None}
 
 
+def byte_table():
+    """-> {printable character: byte} by which byte-level vocabularies are spelled: those of Latin-1 stand for themselves, the
+    others follow in order from U+0100."""
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+BYTES = byte_table()
+
+
+def byte_level(token):
+    """-> the bytes that a token of a byte-level vocabulary stands for; one that was added is spelled as it is."""
+    return bytes(BYTES[c] for c in token) if all(c in BYTES for c in token) else token.encode("utf-8")
+
+
+def sentence_piece(token):
+    """SentencePiece spells a space as U+2581, and a single byte as <0x41>."""
+    if len(token) == 6 and token.startswith("<0x"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode("utf-8")
+
+
 def learn(texts, vocab_size):
     """-> a byte-pair tokenizer of the library `tokenizers`, trained on an iterable of texts."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
@@ -122,13 +152,8 @@ class BPE(Tokenizer):
     @classmethod
     def trained(cls, texts, vocab_size, separated=True):
         """Learn merges from an iterable of texts until there are vocab_size ids, fewer if the text has no more pairs."""
-        # The trainer spells bytes as printable characters: those of Latin-1 stand for themselves, the others follow in
-        # order from U+0100.
-        printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-        others = [b for b in range(256) if b not in printable]
-        byte = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
         vocabulary = learn(texts, vocab_size - separated).get_vocab()
-        tokens = [bytes(byte[c] for c in word) for word in sorted(vocabulary, key=vocabulary.get)]
+        tokens = [byte_level(word) for word in sorted(vocabulary, key=vocabulary.get)]
         return cls(tokens + [b""] * separated, PATTERN, len(tokens) if separated else None)
 
     def encode(self, text):
@@ -139,29 +164,63 @@ class BPE(Tokenizer):
             return self.encode(text.encode("utf-8", errors="replace").decode("utf-8"))
 
     def state(self):
+        tokens = self.tokens[:self.vocab_size - self.padding]
         return {"pattern": self.pattern, "separator": self.separator,
-                "tokens": [base64.b64encode(token).decode("ascii") for token in self.tokens]}
+                "tokens": [base64.b64encode(token).decode("ascii") for token in tokens]}
 
 
-KINDS = {"char": Char, "byte": Byte, "bpe": BPE}
+class Hub(Tokenizer):
+    """A tokenizer of the library `tokenizers`, as Hugging Face models bring it: the text of its tokenizer.json."""
+
+    SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+
+    def __init__(self, file):
+        from tokenizers import Tokenizer as Engine
+
+        self.file, self.engine = file, Engine.from_str(file)
+        self.engine.encode_special_tokens = True  # no string inside a text is special
+        state, vocabulary = json.loads(file), self.engine.get_vocab(with_added_tokens=True)
+        special = {token["content"] for token in state.get("added_tokens", ()) if token["special"]}
+        kinds = json.dumps([state.get("decoder"), state.get("pre_tokenizer")])
+        spell = byte_level if '"ByteLevel"' in kinds else sentence_piece
+        tokens = [b""] * (max(vocabulary.values()) + 1)
+        for token, i in vocabulary.items():
+            tokens[i] = b"" if token in special else spell(token)
+        super().__init__(tokens, next((vocabulary[name] for name in self.SEPARATORS if name in vocabulary), None))
+
+    def encode(self, text):
+        """-> (n,) uint32."""
+        return np.array(self.engine.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def state(self):
+        return {"file": self.file}
+
+
+KINDS = {"char": Char, "byte": Byte, "bpe": BPE, "hub": Hub}
 
 
 def save(tokenizer, path):
     """Write all that encoding and decoding need, byte-pair vocabularies included, so that sampling needs no network."""
     kind = next(name for name, kind in KINDS.items() if type(tokenizer) is kind)
-    Path(path).write_text(json.dumps({"kind": kind, **tokenizer.state()}), encoding="utf-8")
+    state = {"kind": kind, **({"padding": tokenizer.padding} if tokenizer.padding else {}), **tokenizer.state()}
+    Path(path).write_text(json.dumps(state), encoding="utf-8")
 
 
 def load(path):
-    """-> the tokenizer that `save` wrote. UserError if the file is missing, damaged or of another kind."""
+    """-> the tokenizer that `save` wrote, or one of the library `tokenizers`. UserError if the file is missing or neither."""
     try:
-        state = json.loads(Path(path).read_text(encoding="utf-8"))
-        kind = KINDS[state.pop("kind")]
+        text = Path(path).read_text(encoding="utf-8")
+        state = json.loads(text)
+        if "kind" not in state and "added_tokens" in state:
+            return Hub(text)
+        kind, padding = KINDS[state.pop("kind")], state.pop("padding", 0)
         if kind is BPE:
             state["tokens"] = [base64.b64decode(token) for token in state["tokens"]]
-        return kind(**state)
+        made = kind(**state)
+        made.pad(made.vocab_size + padding)
+        return made
     except OSError as error:
         raise UserError(f"{path}: cannot be read", f"{error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # the library raises plain Exception for what it cannot read
         raise UserError(f"{path}: not a tokenizer of this program ({error!r})",
                         "copy it from the folder of data/prepared that the run was trained on") from None

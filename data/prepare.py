@@ -26,7 +26,7 @@ from tqdm import tqdm
 if not __package__:  # run as a script: sys.path begins with this folder instead of the repository
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from config import Options, UserError, build, command, fields, helped, nearest, parse
-from data.sources import download, find
+from data.sources import download, file_digest, find
 from tokenizer import BPE, Byte, Char
 from tokenizer import load as load_tokenizer
 from tokenizer import save as save_tokenizer
@@ -161,6 +161,8 @@ def make_tokenizer(name, vocab_size, source, raw):
         return Byte(source.separated)
     if name == "bpe":
         return BPE.trained(training_sample(source), vocab_size, source.separated)
+    if Path(name).is_file():
+        return load_tokenizer(name)
     return BPE.named(vocabulary(name, raw))
 
 
@@ -195,7 +197,7 @@ def write(source, tokenizer, vocab_size, folder, raw):
         if entry["tokens"] < 2:
             raise UserError(f"{source.name}: too short, {entry['tokens']} tokens in the {split} split", "give a longer text")
     save_tokenizer(made, folder / "tokenizer.json")
-    manifest = {"format": FORMAT, "dataset": source.name, "tokenizer": tokenizer, "vocab_size": made.vocab_size,
+    manifest = {"format": FORMAT, "dataset": source.name, "tokenizer": Path(tokenizer).name, "vocab_size": made.vocab_size,
                 "dtype": dtype.name, "python": platform.python_version(), "source_sha256": source.sha256,
                 "separator": made.separator, **entries}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -226,16 +228,20 @@ def summary(folder):
 def prepare(dataset, tokenizer, vocab_size, root=None):
     """-> the folder with the tokens of a data set, made unless it is there, and one printed line about it.
 
-    dataset: one of NAMES or a path. tokenizer: char, byte, bpe or a tiktoken encoding. vocab_size: for bpe only; a text too
-    short for so many merges gets fewer. root: the folder with raw/ and prepared/, the one of this file unless given.
+    dataset: one of NAMES or a path. tokenizer: char, byte, bpe, a tiktoken encoding, or the path of a tokenizer.json, ours or
+    Hugging Face's. vocab_size: for bpe only; a text too short for so many merges gets fewer.
+    root: the folder with raw/ and prepared/, the one of this file unless given.
     """
     root = Path(root or ROOT)
     known = ["char", "byte", "bpe", *tiktoken.list_encoding_names()]
-    if tokenizer not in known:
-        raise UserError(f"tokenizer = {tokenizer}: no such tokenizer", nearest(tokenizer, known))
+    file = Path(tokenizer) if tokenizer.endswith(".json") else None
+    if tokenizer not in known and not (file and file.is_file()):
+        raise UserError(f"tokenizer = {tokenizer}: no such {'file' if file else 'tokenizer'}",
+                        "give the path of a tokenizer.json" if file else nearest(tokenizer, known))
     try:
         source = find(dataset, root / "raw")
-        label = f"{source.name}-{tokenizer}" + (f"-{vocab_size}" if tokenizer == "bpe" else "")
+        label = f"{source.name}-{file_digest(file)[:8] if file else tokenizer}"
+        label += f"-{vocab_size}" if tokenizer == "bpe" else ""
         key = hashlib.sha256(json.dumps([FORMAT, label, source.sha256]).encode()).hexdigest()[:12]
         folder = root / "prepared" / re.sub(r"[^\w.-]", "_", f"{label}-{key}")
         if not whole(folder):

@@ -12,11 +12,10 @@ import torch
 import compare
 import data.prepare
 import lengths
-import logs
 import run
 import sample
 import train
-from config import UserError
+from config import UserError, read_config
 from position import POSITIONS
 from tests.conftest import SMALL, text
 
@@ -274,7 +273,7 @@ def test_missing_run_is_named_with_the_nearest(copy, here):
 @pytest.mark.parametrize("change", [{"n_layer": 3}, {"seed": 8}, {"max_iters": 20}, {"position": "learned"}, {"dropout": 0.1}])
 def test_folder_with_another_config_is_refused_with_the_difference(change, copy, here):
     before, (key, new) = contents(copy), *change.items()
-    old = getattr(logs.read_config(copy), key)
+    old = getattr(read_config(copy), key)
     refused(lambda: train.main([str(copy / "config.toml"), *arguments(change)]), f"{key} = {old}, not {new}", "--overwrite")
     assert contents(copy) == before
 
@@ -439,7 +438,7 @@ def test_damaged_config_of_a_run_is_named_and_can_be_overwritten(content, copy, 
         refused(lambda program=program, words=words: program.main(words), str(copy / "config.toml"))
     assert contents(copy) == before
     assert train.main([*argv, "--overwrite", "--stop_at=1"]) == 0
-    assert logs.read_config(copy).n_layer == SMALL["n_layer"]
+    assert read_config(copy).n_layer == SMALL["n_layer"]
 
 
 # Prompts

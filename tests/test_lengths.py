@@ -176,8 +176,8 @@ def test_bits_per_byte_of_a_uniform_guess():
 
 
 def test_contexts_are_multiples_of_block_size_unless_asked():
-    assert choose_contexts(model(), None, 512) == (CONTEXTS, [])
-    assert choose_contexts(model(), [100, 50, 100], 512) == ([50, 100], [])
+    assert choose_contexts(model(), None, 512, 32) == (CONTEXTS, [])
+    assert choose_contexts(model(), [100, 50, 100], 512, 32) == ([50, 100], [])
     assert [int(m * 32) for m in MULTIPLES] == CONTEXTS
 
 
@@ -187,7 +187,7 @@ def test_contexts_that_the_text_cannot_hold_are_skipped_by_name(data):
     assert [r["context"] for r in by_c] == [8, 16, 32, 64, 128] and by_p
     assert [line.partition(":")[0] for line in skipped] == ["context 256", "context 512"]
     assert all("text" in line and "128" in line for line in skipped)
-    assert curves(model(), data, [4096])[2] == ["context 4096: windows end at 512 tokens, 16 times block_size"]
+    assert curves(model(), data, [4096])[2] == ["context 4096: windows end at 512 tokens, 16 times the training length"]
 
 
 @pytest.mark.parametrize("size", [3, 7])

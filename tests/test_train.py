@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import compare
 import config
 import lengths
 import logs
@@ -255,6 +256,68 @@ def test_changed_text_is_refused_on_resume(tmp_path):
     (tmp_path / "text.txt").write_text(text(12_000, seed=1))
     with pytest.raises(config.UserError, match="has changed since this run began"):
         run(tmp_path / "text.txt", tmp_path / "run")
+
+
+# Beginning from another run
+
+
+def extend(run_folder, folder, *argv):
+    """Fine-tune a run to four times its training length with yarn."""
+    values = {"init_from": run_folder, "block_size": 128, "rope_scaling": "yarn", "rope_factor": 4, "max_iters": 12,
+              "warmup_iters": 2, "batch_size": 2, "threads": 1, "wandb": "disabled", "eval_interval": 6, "eval_windows": 4,
+              "length_windows": 16, "out_dir": folder}
+    return train.main([*(f"--{key}={value}" for key, value in values.items()), *argv])
+
+
+def test_an_extended_context_inherits_the_original_one_and_is_called_fine_tuned(run_folder, tmp_path, monkeypatch):
+    began, update = [], train.update
+    monkeypatch.setattr(train, "update", lambda model, *rest: (
+        began.append({k: v.clone() for k, v in model.state_dict().items()}), update(model, *rest))[1])
+    assert extend(run_folder, tmp_path / "run") == 0
+    weights = torch.load(run_folder / "best.pt", weights_only=True)["model"]
+    assert all(torch.equal(began[0][k], weights[k]) for k in weights)
+    made, trained = config.read_config(tmp_path / "run"), config.read_config(run_folder)
+    assert (made.block_size, made.rope_original_context, made.rope_scaling, made.rope_factor) == (128, 32, "yarn", 4.0)
+    assert (made.n_layer, made.n_embd, made.dataset) == (trained.n_layer, trained.n_embd, trained.dataset)
+    assert made.learning_rate == config.Config().learning_rate  # how to train is not inherited
+    records = logs.read(tmp_path / "run", "lengths.jsonl")
+    assert {(r["scaling"], r["factor"], r["applied"], r["finetuned"]) for r in records} == {("yarn", 4.0, 4.0, True)}
+    # The same windows as those of the run it began from, so that the two can be subtracted.
+    before = logs.read(run_folder, "lengths.jsonl")
+    assert [r["context"] for r in records] == [r["context"] for r in before]
+    assert {r["data"] for r in records} == {r["data"] for r in before}
+    assert "difference" in compare.table([run_folder, tmp_path / "run"])
+
+
+def test_an_extended_run_resumes_like_any_other(run_folder, tmp_path):
+    assert extend(run_folder, tmp_path / "whole") == 0
+    assert extend(run_folder, tmp_path / "parts", "--stop_at", "5") == 0
+    assert extend(run_folder, tmp_path / "parts") == 0
+    assert contents(tmp_path / "whole") == contents(tmp_path / "parts")
+
+
+def test_an_extended_run_can_be_extended_again_from_its_original_context(run_folder, tmp_path):
+    assert extend(run_folder, tmp_path / "one", "--stop_at", "12") == 0
+    assert extend(tmp_path / "one", tmp_path / "two", "--block_size", "256", "--rope_factor", "8", "--stop_at", "1") == 0
+    assert config.read_config(tmp_path / "two").rope_original_context == 32
+
+
+def test_another_text_is_read_with_the_tokenizer_of_the_origin(run_folder, corpus, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(corpus.read_text()[::-1], encoding="utf-8")
+    assert extend(run_folder, tmp_path / "run", "--dataset", str(other), "--stop_at", "1") == 0
+    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == (run_folder / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--tokenizer", "byte"], "not that of"), (["--n_layer", "3"], "weights of another configuration: blocks.2"),
+    (["--init_from", "nowhere"], "nowhere: no run in this folder"),
+    (["--rope_scaling", "linear", "--beta_fast", "3"], "beta_fast"),
+])
+def test_an_origin_that_does_not_fit_is_refused_before_anything_is_written(argv, words, run_folder, tmp_path):
+    with pytest.raises(config.UserError, match=words):
+        extend(run_folder, tmp_path / "run", *argv)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
