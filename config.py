@@ -315,6 +315,11 @@ class Config(Options):
         return self.n_kv_head or self.n_head
 
     @property
+    def hidden(self):
+        """Width of the MLP. swiglu has three matrices where the others have two; two thirds keep the parameters equal."""
+        return self.mlp_hidden or (8 * -(-self.n_embd // 3) if self.activation == "swiglu" else 4 * self.n_embd)
+
+    @property
     def rope_dim(self):
         """Rotated dimensions of each head."""
         return int(self.rope_fraction * self.head_size)

@@ -2,7 +2,6 @@
 
 Sizes, here and in position.py: B batch, T new tokens, S all keys, C width, H heads, D head size, V vocabulary.
 """
-import math
 from functools import partial
 
 import torch
@@ -146,11 +145,8 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.activation = config.activation
-        gated = self.activation == "swiglu"
-        # swiglu has three matrices where the others have two; two thirds of the width keep the parameters equal.
-        hidden = config.mlp_hidden or (8 * math.ceil(config.n_embd / 3) if gated else 4 * config.n_embd)
-        self.up = nn.Linear(config.n_embd, hidden * (1 + gated), bias=config.bias)
-        self.out = nn.Linear(hidden, config.n_embd, bias=config.bias)
+        self.up = nn.Linear(config.n_embd, config.hidden * (2 if self.activation == "swiglu" else 1), bias=config.bias)
+        self.out = nn.Linear(config.hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x):
         return self.out(ACTIVATIONS[self.activation](self.up(x)))
