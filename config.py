@@ -128,11 +128,11 @@ class Config(Options):
     random_positions: int | None = Field(None, ge=4, le=2**24)
     """Train each batch on a sorted random choice of so many positions instead of 0, 1, 2 ... (Ruoss et al. 2023)."""
     rope_base: float = Field(10000.0, gt=1, le=1e12)
-    """rope: the slowest plane turns once in 2 pi base positions."""
+    """rope: plane i of a head turns by rope_base^(-2i/d) radians a position."""
     rope_fraction: float = Field(1.0, gt=0, le=1)
     """rope: share of each head's dimensions that is rotated; the rest carries no position."""
     rope_values: bool = False
-    """rope: turn values as well, an ablation; they need it not, and it does not help."""
+    """rope: turn values as well, an ablation."""
     rope_scaling: Literal["none", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"] = "none"
     """rope: how the planes are slowed for windows longer than rope_original_context."""
     rope_factor: Auto | Annotated[float, Field(ge=1, le=1e6)] = "auto"

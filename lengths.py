@@ -17,7 +17,7 @@ from batches import gather, load_data, window_ends
 from config import Evaluation, UserError, command, helped, run_arguments
 
 MULTIPLES = (1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # contexts, as multiples of Config.unit
-TOKENS = 2**11  # tokens in a batch of windows: more do not fit the cache of a CPU
+TOKENS = 2**11  # tokens of all windows that are computed at once: more do not fit the cache of a CPU
 
 
 def ends(length, documents, unit, count):
@@ -45,7 +45,8 @@ def window_losses(model, tokens, ends, context, last):
 
     model.eval()
     device, losses = model.embed.weight.device, []
-    for number, part in enumerate(np.array_split(ends, math.ceil(len(ends) / max(1, TOKENS // context)))):
+    together = max(1, TOKENS // min(context, model.CHUNK))  # of long windows, the model takes a chunk at a time
+    for number, part in enumerate(np.array_split(ends, math.ceil(len(ends) / together))):
         # Random positions are drawn anew for each part, so that a curve is not about one choice of them.
         pos = model.position.choose(context, number, device)
         ids, following = (torch.from_numpy(a).to(device) for a in gather(tokens, part - context, context))

@@ -86,7 +86,8 @@ def linear_attention(features, turned, v, state=None, chunk=64):
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention. It never learns the name of the encoding, and turns queries and keys only."""
+    """Causal multi-head attention. It never learns the name of the encoding, and turns queries and keys only; values are
+    turned in an ablation, rope_values."""
 
     def __init__(self, config):
         super().__init__()
@@ -107,7 +108,7 @@ class Attention(nn.Module):
         elif self.config.qk_norm:
             qk = F.rms_norm(qk, qk.shape[-1:])
         if self.config.rope_values:
-            v = rotate(v, rotation)
+            v = rotate(v, F.normalize(rotation, dim=-1))  # without the gain, which is for scores
         y = self.mix(qk, v.transpose(1, 2), rotation, mask, past)  # (B, H, T, D)
         return self.out(y.transpose(1, 2).reshape(B, T, -1))
 

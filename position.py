@@ -151,8 +151,8 @@ class T5(Position):
         buckets = self.config.t5_buckets
         exact = buckets // 2
         distance = (query - key).clamp(min=0)
-        octaves = torch.log(distance.clamp(min=exact) / exact) / math.log(self.config.t5_max_distance / exact)
-        far = (exact + (octaves * (buckets - exact)).long()).clamp(max=buckets - 1)
+        share = torch.log(distance.clamp(min=exact) / exact) / math.log(self.config.t5_max_distance / exact)
+        far = (exact + (share * (buckets - exact)).long()).clamp(max=buckets - 1)
         return self.table(torch.where(distance < exact, distance.long(), far)).permute(2, 0, 1)
 
 

@@ -42,8 +42,8 @@ def rotate(x, rotation):
 
 # A scaling slows the planes so that a window `factor` times longer than `context`, the training length, stays within
 # angles seen in training: (freq (P,), base, factor, context, length, and the method's own parameters) -> (freq (P,), gain).
-# length is the evaluated length; gain multiplies queries and keys. Every one equals ROPE_INIT_FUNCTIONS of transformers,
-# and its parameters have the names of Hugging Face's `rope_parameters`.
+# length is the evaluated length; gain multiplies queries and keys. They equal ROPE_INIT_FUNCTIONS of transformers, which
+# lacks ntk, and their parameters have the names of Hugging Face's `rope_parameters`.
 
 
 def none(freq, *, base, factor, context, length):

@@ -4,8 +4,6 @@
 
 The loop is `train`, below. The same command again continues an unfinished run, bit for bit.
 """
-import contextlib
-import ctypes
 import math
 import signal
 import sys
@@ -72,14 +70,6 @@ class Progress:
         sys.stdout.flush()
 
 
-def keep_memory():
-    """Let the C library keep freed memory instead of returning it: a tenth to a third of a step on CPUs is page faults."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        mallopt = ctypes.CDLL(None).mallopt  # glibc; elsewhere there is none, and nothing happens
-        for option, value in ((-3, 2**30), (-1, 2**31 - 1), (-2, 2**27)):  # mmap threshold, trim threshold, top padding
-            mallopt(option, value)
-
-
 def update(model, optimizers, x, y, step, config, autocast):
     """One iteration on x, y (micro-batches x batch_size, T). -> (mean loss over all its tokens, norm of the gradient)."""
     import torch
@@ -109,7 +99,7 @@ def train(config):
 
     import optim
     from model import GPT
-    from run import Run
+    from run import Run, set_up
 
     run = Run(config)
     if run.finished:
@@ -117,8 +107,7 @@ def train(config):
         return 0
     data = load_data(config)
     machine = run.settle(data)
-    torch.set_num_threads(machine["threads"])
-    keep_memory()
+    set_up(machine["threads"])
     model = GPT(config, data.tokenizer.vocab_size).to(machine["device"])
     optimizers = optim.build(model, config)
     run.load_into(model, optimizers)

@@ -313,6 +313,14 @@ def test_batches_of_windows_stay_small(data, monkeypatch):
     assert [len(starts) for starts, _ in seen] == [3, 3, 2, 2] and found.shape == (10, 3)
 
 
+def test_long_windows_are_computed_together_as_far_as_their_chunks_fit(data, monkeypatch):
+    seen = record_gathered(monkeypatch)
+    monkeypatch.setattr(lengths, "TOKENS", 100)
+    monkeypatch.setattr(GPT, "CHUNK", 50)
+    window_losses(model(), data.val, np.arange(300, 304), 200, 3)
+    assert [len(starts) for starts, _ in seen] == [2, 2]
+
+
 # Validation
 
 

@@ -252,6 +252,12 @@ def test_turned_values_leave_the_attention_weights_and_change_the_output(monkeyp
     calls = [attention_calls(monkeypatch, lambda made=made: made(ids))[0] for made in (plain, turned)]
     assert torch.equal(calls[0][0], calls[1][0]) and torch.equal(calls[0][1], calls[1][1])  # queries and keys, so the weights
     assert not torch.allclose(plain(ids), turned(ids))
+    values = []
+    for made in (plain, model("rope", n_layer=1, rope_values=True, rope_scaling="yarn", rope_factor=8)):
+        with monkeypatch.context() as patch:
+            patch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, *rest, **kw: values.append(v) or v)
+            made(ids)
+    torch.testing.assert_close(values[0].norm(dim=-1), values[1].norm(dim=-1))  # the gain of a scaling is for scores
     shifted = turned(ids, pos=torch.arange(12) + 5)
     assert not torch.allclose(shifted, turned(ids))  # and the model is no longer relative
 
