@@ -3,7 +3,6 @@ import hashlib
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
@@ -43,11 +42,7 @@ def load_data(config):
     # What a run was trained on is ids: the same text prepared otherwise is other data.
     identity = manifest["train"]["sha256"] + manifest["val"]["sha256"] + (folder / "tokenizer.json").read_text(encoding="utf-8")
     sha256 = hashlib.sha256(identity.encode()).hexdigest()
-    made = tokenizer.load(folder / "tokenizer.json")
-    if config.init_from and made.state() != tokenizer.load(Path(config.init_from) / "tokenizer.json").state():
-        raise UserError(f"tokenizer = {config.tokenizer}: not that of {config.init_from}",
-                        "the weights know the ids of their own tokenizer; leave the key out")
-    return Data(train, val, manifest["val"]["starts"], made, sha256)
+    return Data(train, val, manifest["val"]["starts"], tokenizer.load(folder / "tokenizer.json"), sha256)
 
 
 def gather(tokens, starts, size):

@@ -47,9 +47,15 @@ def latest(records, axis):
 
 def groups(runs):
     """Runs that differ only in their seed, in order of appearance -> [(name, [run, ...])]."""
+    def identity(config):
+        values = {k: v for k, v in config.model_dump().items() if k not in (*NEUTRAL, "seed")}
+        if config.init_from:  # each seed from its own origin
+            values |= {"init_from": Path(config.init_from).name.removesuffix(f"-{config.seed}"), "tokenizer": None}
+        return tuple(values.items())
+
     found = defaultdict(list)
     for run in runs:
-        found[tuple((k, v) for k, v in run["config"].model_dump().items() if k not in (*NEUTRAL, "seed"))].append(run)
+        found[identity(run["config"])].append(run)
     named = []
     for members in found.values():
         name, seed = members[0]["name"], members[0]["config"].seed

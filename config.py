@@ -7,6 +7,7 @@ lines and exit code 2. Imports neither torch nor any module of this project.
 """
 import copy
 import difflib
+import errno
 import functools
 import hashlib
 import itertools
@@ -35,7 +36,7 @@ SCALING_PARAMETERS = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor", "attention_factor"),
 }
-REQUIRED = ("low_freq_factor", "high_freq_factor", "short_factor", "long_factor")  # of them have no default
+REQUIRED = ("low_freq_factor", "high_freq_factor", "short_factor", "long_factor")  # those of them without a default
 
 # Keys that may differ when a run is continued: they change what is written or when it stops, never what is computed.
 NEUTRAL = ("out_dir", "overwrite", "log_interval", "checkpoint_interval", "stop_at", "wandb", "wandb_project")
@@ -213,6 +214,8 @@ class Config(Options):
     """Iterations between length curves; 0 = at the end only."""
     length_windows: int = Field(64, ge=2)
     """Windows behind every point of a length curve."""
+    length_unit: int | None = Field(None, ge=4)
+    """Tokens that its contexts are multiples of; block_size, or that of the run in init_from, unless given."""
 
     # ---- machine
     device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
@@ -254,6 +257,8 @@ class Config(Options):
                 raise contradiction(self, "random_positions", f"must be at least block_size = {self.block_size}")
             if self.learned_extension != "none":
                 raise contradiction(self, "learned_extension", "random positions have a table of their own length")
+            if self.rope_scaling != "none":
+                raise contradiction(self, "rope_scaling", "random positions extend the training length by themselves")
         self.consistent_rope()
         if self.warmup >= self.max_iters:
             raise contradiction(self, "warmup_iters", f"must be below max_iters = {self.max_iters}")
@@ -315,7 +320,7 @@ class Config(Options):
         return self.n_kv_head or self.n_head
 
     @property
-    def hidden(self):
+    def mlp_width(self):
         """Width of the MLP. swiglu has three matrices where the others have two; two thirds keep the parameters equal."""
         return self.mlp_hidden or (8 * -(-self.n_embd // 3) if self.activation == "swiglu" else 4 * self.n_embd)
 
@@ -336,8 +341,8 @@ class Config(Options):
 
     @property
     def unit(self):
-        """Tokens that length curves are multiples of: the training length, that of its origin where a run extends one."""
-        return self.original_context if self.init_from else self.block_size
+        """Tokens that the contexts of length curves are multiples of."""
+        return self.length_unit or self.block_size
 
     def factor(self, length):
         """The stretch that rope_factor comes to for a window of `length` tokens."""
@@ -349,6 +354,8 @@ class Config(Options):
             return max(1.0, length / self.block_size)
         if self.rope_scaling == "dynamic":
             return max(1.0, self.rope_factor * length / self.original_context - (self.rope_factor - 1))
+        if self.rope_scaling == "longrope" and length <= self.original_context:
+            return 1.0
         return 1.0 if self.rope_scaling == "none" else self.factor(length)
 
     def reading(self):
@@ -538,7 +545,7 @@ def read_config(folder):
 def with_changes(trained, changes):
     """-> {key: value} of a trained Config in which some are changed; another scaling starts from its own defaults."""
     values = trained.model_dump(exclude_none=True)
-    if "rope_scaling" in changes:
+    if changes.get("rope_scaling", trained.rope_scaling) != trained.rope_scaling:
         for key in {"rope_factor", *sum(SCALING_PARAMETERS.values(), ())} & values.keys():
             del values[key]
     return values | changes
@@ -546,10 +553,14 @@ def with_changes(trained, changes):
 
 def inherited(folder, changes):
     """-> the keys of a run's text, model and positions, changed, for a run that begins from its weights."""
-    trained = read_config(folder)
+    trained, folder = read_config(folder), Path(folder)
+    given = {"tokenizer": str(folder / "tokenizer.json"), "length_unit": trained.unit, **changes, "init_from": str(folder)}
+    scaled = given.get("rope_scaling", trained.rope_scaling) != "none"
+    given = {"rope_original_context": trained.original_context if scaled else None, **given}
+    if trained.position == "fire":  # its threshold goes with the weights, not with the new block_size
+        given = {"fire_threshold": trained.fire_threshold or trained.block_size / 4, **given}
     keys = list(itertools.takewhile(lambda key: key != "init_from", Config.model_fields))
-    text = {"tokenizer": str(Path(folder) / "tokenizer.json"), "rope_original_context": trained.original_context}
-    return {k: v for k, v in with_changes(trained, text | changes).items() if k in keys or k in changes}
+    return {k: v for k, v in with_changes(trained, given).items() if v is not None and (k in keys or k in given)}
 
 
 def load(argv):
@@ -559,7 +570,7 @@ def load(argv):
     for file in files:
         values |= read_toml(file)
     values |= changes
-    if values.get("init_from"):
+    if isinstance(values.get("init_from"), str) and values["init_from"]:
         values = inherited(values["init_from"], values)
     config = build(Config, values)
     if config.out_dir is None:
@@ -602,5 +613,11 @@ def command(main):
     except BrokenPipeError:  # as in `python sample.py RUN | head`: whoever read has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+            raise
+        print(UserError(f"{error.filename or 'the system'}: {error.strerror or error}", "what was saved before is whole"),
+              file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

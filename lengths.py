@@ -17,6 +17,7 @@ from batches import gather, load_data, window_ends
 from config import Evaluation, UserError, command, helped, run_arguments
 
 MULTIPLES = (1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # contexts, as multiples of Config.unit
+HELD = 2**16  # tokens of all windows whose keys and values are held at once
 TOKENS = 2**11  # tokens of all windows that are computed at once: more do not fit the cache of a CPU
 
 
@@ -35,7 +36,7 @@ def ends(length, documents, unit, count):
 
 
 def targets(unit):
-    """K: how many targets of each window are scored. unit: Config.unit, block_size but where a context was extended."""
+    """K: how many targets of each window are scored. unit: Config.unit, block_size unless a context was extended."""
     return max(1, unit // 16)
 
 
@@ -45,10 +46,11 @@ def window_losses(model, tokens, ends, context, last):
 
     model.eval()
     device, losses = model.embed.weight.device, []
-    together = max(1, TOKENS // min(context, model.CHUNK))  # of long windows, the model takes a chunk at a time
+    # Of long windows, the model takes a chunk at a time; the keys of all of them are held.
+    together = max(1, min(TOKENS // min(context, model.CHUNK), HELD // context))
     for number, part in enumerate(np.array_split(ends, math.ceil(len(ends) / together))):
         # Random positions are drawn anew for each part, so that a curve is not about one choice of them.
-        pos = model.position.choose(context, number, device)
+        pos = model.position.random_subset(context, number, device)
         ids, following = (torch.from_numpy(a).to(device) for a in gather(tokens, part - context, context))
         losses.append(model.losses(ids, following, last, pos).double().cpu().numpy())
     return np.concatenate(losses)
@@ -89,10 +91,10 @@ def by_position(losses):
     return records
 
 
-def choose_contexts(model, asked, longest, unit, windows=2):
+def choose_contexts(model, asked, longest, windows=2):
     """-> (contexts that can be measured, sentences about the others)."""
-    config, K, measured, skipped = model.config, targets(unit), [], []
-    for context in sorted({int(m * unit) for m in MULTIPLES} if asked is None else set(asked)):
+    config, K, measured, skipped = model.config, targets(model.config.unit), [], []
+    for context in sorted({int(m * config.unit) for m in MULTIPLES} if asked is None else set(asked)):
         if context < K:
             skipped.append(f"context {context}: shorter than the {K} targets that are scored")
         elif context > model.position.reach:
@@ -100,21 +102,18 @@ def choose_contexts(model, asked, longest, unit, windows=2):
         elif windows < 2:  # of one window there is no standard error
             skipped.append(f"context {context}: the validation text has too few documents longer than {longest} tokens")
         elif context > longest:
-            reason = "16 times the training length" if longest == 16 * unit else "the text has few longer documents"
+            reason = f"16 times {config.unit}" if longest == 16 * config.unit else "the text has few longer documents"
             skipped.append(f"context {context}: windows end at {longest} tokens, {reason}")
         else:
             measured.append(context)
     return measured, skipped
 
 
-def curves(model, data, contexts=None, unit=None):
-    """-> (records by context, records by position at the longest of them, sentences about contexts left out).
-
-    unit: Config.unit of the model as it was trained, where model.config is another.
-    """
-    config, unit = model.config, unit or model.config.unit
-    K, (at, longest) = targets(unit), ends(len(data.val), data.documents, unit, config.length_windows)
-    measured, skipped = choose_contexts(model, contexts, longest, unit, len(at))
+def curves(model, data, contexts=None):
+    """-> (records by context, records by position at the longest of them, sentences about contexts left out)."""
+    config, K = model.config, targets(model.config.unit)
+    at, longest = ends(len(data.val), data.documents, config.unit, config.length_windows)
+    measured, skipped = choose_contexts(model, contexts, longest, len(at))
     by_c, by_p = [], []
     for context in measured:
         far = context == measured[-1]
@@ -134,10 +133,11 @@ def measure(folder, model, step, checkpoint, data, tracker, contexts=None, train
     """
     config = model.config
     trained = trained or config
-    by_c, by_p, skipped = curves(model, data, contexts, trained.unit)
+    by_c, by_p, skipped = curves(model, data, contexts)
+    stretch = trained.applied(trained.block_size)
+    finetuned = config.reading() == trained.reading() and stretch > 1 and {r["applied"] for r in by_c} <= {1.0, stretch}
     # What tells one curve from another; `factor` is what was asked for, `applied` in each record what it came to.
-    label = {"step": step, "checkpoint": checkpoint, **config.reading(), "data": data.sha256[:12],
-             "finetuned": config.reading() == trained.reading() and trained.applied(trained.block_size) > 1}
+    label = {"step": step, "checkpoint": checkpoint, **config.reading(), "finetuned": finetuned, "data": data.sha256[:12]}
     by_c, by_p = [label | r for r in by_c], [label | r for r in by_p]
     logs.append(folder, "lengths.jsonl", by_c)
     if by_p:  # its bins take the place of those of a longer or shorter curve
@@ -149,7 +149,7 @@ def measure(folder, model, step, checkpoint, data, tracker, contexts=None, train
 
 
 def table(by_context, by_position, config):
-    """Both curves as text; of the positions those that double."""
+    """Both curves as text, and of the positions only powers of two."""
     rows = []
     if by_context:
         first = by_context[0]

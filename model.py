@@ -72,17 +72,19 @@ def linear_attention(features, turned, v, state=None, chunk=64):
     in the numerator alone: turned features may be negative, and their sum zero. Cost grows linearly with T: within a chunk
     by scores, across chunks by the sum of k v^T over all that came before.
     """
-    T, padding = v.size(2), -v.size(2) % chunk
+    T = v.size(2)
+    chunk = min(chunk, T)
+    padding = -T % chunk
     q, k, q_turned, k_turned, v = (F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, chunk)) for x in (*features, *turned, v))
     added = (k_turned.mT @ v, k.sum(-2, keepdim=True))  # by each chunk: (B, H, N, D, D), (B, H, N, 1, D)
-    before = [x.cumsum(2) - x for x in added]
+    before = [F.pad(x.cumsum(2), (0, 0, 0, 0, 1, -1)) for x in added]  # shifted by a chunk: nothing of its own is in it
     if state is not None:
         before = [x + held for x, held in zip(before, state.sums)] if state.seen else before
         state.sums, state.seen = [(x + y)[:, :, -1:] for x, y in zip(before, added)], state.seen + T
     future = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device).triu(1)
     numerator = (q_turned @ k_turned.mT).masked_fill(future, 0) @ v + q_turned @ before[0]
     denominator = (q @ k.mT).masked_fill(future, 0).sum(-1, keepdim=True) + q @ before[1].mT
-    return (numerator / denominator.clamp(min=1e-12)).flatten(2, 3)[:, :, :T]  # of the padding, 0 / 0
+    return (numerator / denominator.clamp(min=1e-12)).flatten(2, 3)[:, :, :T]  # padded rows would be 0 / 0
 
 
 class Attention(nn.Module):
@@ -104,7 +106,7 @@ class Attention(nn.Module):
         H, G = self.config.n_head, self.config.kv_heads  # G heads of keys and values
         qk, v = self.qkv(x).view(B, T, H + 2 * G, -1).split((H + G, G), 2)  # (B, T, H + G | G, D)
         if self.config.qk_norm == "weighted":
-            qk = torch.cat((self.q_norm(qk[:, :, :H]), self.k_norm(qk[:, :, H:])), 2)
+            qk = torch.cat((self.q_norm(precise(qk[:, :, :H])), self.k_norm(precise(qk[:, :, H:]))), 2).type_as(qk)
         elif self.config.qk_norm:
             qk = F.rms_norm(qk, qk.shape[-1:])
         if self.config.rope_values:
@@ -146,8 +148,8 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.activation = config.activation
-        self.up = nn.Linear(config.n_embd, config.hidden * (2 if self.activation == "swiglu" else 1), bias=config.bias)
-        self.out = nn.Linear(config.hidden, config.n_embd, bias=config.bias)
+        self.up = nn.Linear(config.n_embd, config.mlp_width * (2 if self.activation == "swiglu" else 1), bias=config.bias)
+        self.out = nn.Linear(config.mlp_width, config.n_embd, bias=config.bias)
 
     def forward(self, x):
         return self.out(ACTIVATIONS[self.activation](self.up(x)))

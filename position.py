@@ -21,21 +21,22 @@ class Position(nn.Module):
     Holds no state but what is learned: angles, masks and biases are computed from positions when they are needed.
     """
 
-    relative = True  # whether only differences of positions matter; None: within limits
+    relative = True  # whether only differences of positions matter; None: only up to a threshold
 
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.reach = config.random_positions or math.inf  # how many positions it can tell apart
 
-    def choose(self, size, n, device=None):
+    def random_subset(self, size, n, device=None):
         """-> sorted (size,) of 0 .. random_positions-1 that depends on (seed, n) alone, or None, which means 0 .. size-1.
 
         Randomized positional encodings (Ruoss et al. 2023, arXiv:2305.16843): training has seen positions as far apart as
         those of longer windows.
         """
         if self.config.random_positions:
-            generator = np.random.default_rng((self.config.seed, n, 1))  # three numbers: no batch is drawn by the same one
+            # The third number keeps it apart from the generator of batches, seeded by (seed, n).
+            generator = np.random.default_rng((self.config.seed, n, 1))
             chosen = generator.choice(self.config.random_positions, size, replace=False)
             return torch.from_numpy(np.sort(chosen)).to(device)
 
@@ -162,16 +163,20 @@ class KERPLE(Position):
 
     def __init__(self, config):
         super().__init__(config)
-        # The paper draws both uniformly; here the heads' values are spread evenly over the same range.
+        # The authors draw both uniformly, from 0 to these numbers; here the heads are spread evenly over the same range.
+        furthest = (1, 2) if config.kerple_kernel == "power" else (2, 1)
         spread = (torch.arange(config.n_head) + 0.5) / config.n_head
-        self.r1, self.r2 = nn.Parameter(2 * spread), nn.Parameter(spread.flip(0).clone())
+        self.r1, self.r2 = nn.Parameter(furthest[0] * spread), nn.Parameter(furthest[1] * spread.flip(0))
 
     def bias(self, head, query, key):
-        r1, r2 = (r.clamp(min=0.01)[head] for r in (self.r1, self.r2))  # the authors' bound
-        distance = (query - key).clamp(min=0)
-        if self.config.kerple_kernel == "power":
+        power = self.config.kerple_kernel == "power"
+        with torch.no_grad():  # brought back as the authors do, so that the gradient does not end at the bound
+            self.r1.clamp_(min=0.01)
+            self.r2.clamp_(min=0.01, max=2 if power else None)
+        r1, r2, distance = self.r1[head], self.r2[head], (query - key).clamp(min=0)
+        if power:
             # Where the distance is 0, the gradient of the power would not be finite.
-            return -r1 * torch.where(distance > 0, distance.clamp(min=1) ** r2.clamp(max=2), 0.0)
+            return -r1 * torch.where(distance > 0, distance.clamp(min=1) ** r2, 0.0)
         return -r1 * torch.log1p(r2 * distance)
 
 
@@ -193,7 +198,8 @@ class FIRE(Position):
             return torch.log1p((self.c * x).abs())
 
         near = psi((query - key).clamp(min=0)) / (psi(torch.maximum(query, limit)) + 1e-6)
-        return self.out(F.relu(self.up(near[..., None]))).permute(2, 0, 1)
+        # A few rows at a time: the network is wider than there are heads.
+        return torch.cat([self.out(F.relu(self.up(rows[..., None]))) for rows in near.split(32)]).permute(2, 0, 1)
 
 
 POSITIONS = {"none": Position, "learned": Learned, "sinusoidal": Sinusoidal, "rope": RoPE,

@@ -8,18 +8,19 @@ What comes in is a run's folder, which sample.py, lengths.py and train.py --init
 foreign file is executed: weights are read from safetensors, or by torch.load with weights_only.
 """
 import json
+import re
 from pathlib import Path
 
 from pydantic import Field
 
-from config import Config, Options, UserError, build, command, helped, parse
+from config import SCALING_PARAMETERS, Config, Options, UserError, build, command, helped, parse
 
 GATED = {"silu": "swiglu", "swish": "swiglu"}
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "swiglu": "silu"}
 SCALING_KEYS = {"factor": "rope_factor", "original_max_position_embeddings": "rope_original_context",
-                **{key: key for key in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
-                                        "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")}}
+                **{key: key for keys in SCALING_PARAMETERS.values() for key in keys}}
+BUFFERS = r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias)"  # not weights
 
 
 def activation(name, known):
@@ -43,7 +44,7 @@ class Family:
     fused = False  # query, key and value of a head stand together
     biased = False  # there are biases everywhere, and where ours has none they are zero
     tied = False  # unless the file says otherwise
-    rotated = 1.0  # share of a head's dimensions, unless the file says otherwise
+    partial = None  # share of a head's dimensions that is rotated unless the file says otherwise; None: always all
 
     def settings(self, theirs):
         """Their config.json -> the keys of our config."""
@@ -54,7 +55,7 @@ class Family:
                 **self.common(theirs, GATED), "window": self.window(theirs)}
 
     def window(self, theirs):
-        return theirs.get("sliding_window")
+        return None
 
     def common(self, theirs, activations=ACTIVATIONS):
         """What most families call alike."""
@@ -68,10 +69,13 @@ class Family:
         base = theirs.get("rope_theta", theirs.get("rotary_emb_base", 10000.0))
         given = {"rope_theta": base, **(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})}
         kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
-        share = given.pop("partial_rotary_factor", theirs.get("partial_rotary_factor", theirs.get("rotary_pct", self.rotated)))
-        values = {"position": "rope", "rope_base": given.pop("rope_theta", 10000.0), "rope_fraction": share}
+        share = given.pop("partial_rotary_factor", theirs.get("partial_rotary_factor", theirs.get("rotary_pct", self.partial)))
+        values = {"position": "rope", "rope_base": given.pop("rope_theta", 10000.0),
+                  "rope_fraction": share if self.partial else 1.0}
         if kind == "default":
             return values
+        if kind in ("linear", "dynamic", "llama3") and given.get("factor") is None:
+            raise UserError(f"rope_type {kind} without a factor", "is it a whole config.json?")
         longest = theirs["max_position_embeddings"]
         context = given.get("original_max_position_embeddings") or theirs.get("original_max_position_embeddings") or longest
         if kind == "dynamic":
@@ -85,11 +89,11 @@ class Family:
         """Our config -> their config.json."""
         scaling = {"rope_type": "default" if config.rope_scaling == "none" else config.rope_scaling}
         if config.rope_scaling != "none":
-            scaling |= {name: config.reading()["settings"][ours] for name, ours in SCALING_KEYS.items()
-                        if ours in config.reading()["settings"]}
+            settings = config.reading()["settings"]
+            scaling |= {name: settings[ours] for name, ours in SCALING_KEYS.items() if ours in settings}
             scaling |= {"factor": config.rope_factor, "original_max_position_embeddings": config.original_context}
         return {"num_hidden_layers": config.n_layer, "num_attention_heads": config.n_head, "hidden_size": config.n_embd,
-                "num_key_value_heads": config.kv_heads, "head_dim": config.head_size, "intermediate_size": config.hidden,
+                "num_key_value_heads": config.kv_heads, "head_dim": config.head_size, "intermediate_size": config.mlp_width,
                 "max_position_embeddings": config.original_context if config.rope_scaling == "dynamic" else config.block_size,
                 "hidden_act": THEIR_ACTIVATIONS[config.activation], "rms_norm_eps": config.norm_eps,
                 "layer_norm_eps": config.norm_eps, "attention_bias": config.bias, "mlp_bias": config.bias,
@@ -121,7 +125,8 @@ def pairs(config):
 
 
 class Mistral(Family):
-    pass
+    def window(self, theirs):
+        return theirs.get("sliding_window", 4096)
 
 
 class Qwen2(Family):
@@ -129,12 +134,15 @@ class Qwen2(Family):
         return super().settings(theirs) | {"qkv_bias": True}
 
     def window(self, theirs):
-        kinds = set(theirs.get("layer_types") or ["full_attention"])
-        if not theirs.get("use_sliding_window") or kinds == {"full_attention"}:
+        layers, first = theirs["num_hidden_layers"], theirs.get("max_window_layers", 28)
+        slides = theirs.get("use_sliding_window", False) and theirs.get("sliding_window", 4096) is not None
+        kinds = set(theirs.get("layer_types") or (
+            "sliding_attention" if slides and i >= first else "full_attention" for i in range(layers)))
+        if kinds == {"full_attention"} or not slides:
             return None
         if len(kinds) > 1:
             raise UserError("layers with and without a sliding window", "this program has one window for all layers")
-        return theirs.get("sliding_window")
+        return theirs.get("sliding_window", 4096)
 
 
 class Qwen3(Qwen2):
@@ -149,7 +157,7 @@ class Phi(Family):
     # It has one norm for attention and MLP; here each gets a copy.
     layer = {"norm1": ["input_layernorm"], "norm2": ["input_layernorm"], "attention.out": ["self_attn.dense"],
              "attention.qkv": Family.layer["attention.qkv"], "mlp.up": ["mlp.fc1"], "mlp.out": ["mlp.fc2"]}
-    rotated = 0.5
+    partial = 0.5
 
     def settings(self, theirs):
         if theirs.get("qk_layernorm"):
@@ -164,7 +172,7 @@ class NeoX(Family):
     layer = {"norm1": ["input_layernorm"], "attention.qkv": ["attention.query_key_value"], "attention.out": ["attention.dense"],
              "norm2": ["post_attention_layernorm"], "mlp.up": ["mlp.dense_h_to_4h"], "mlp.out": ["mlp.dense_4h_to_h"]}
     fused, biased = True, True
-    rotated = 0.25
+    partial = 0.25
 
     def settings(self, theirs):
         if not theirs.get("attention_bias", True):
@@ -226,20 +234,24 @@ def to_ours(family, config, weights):
     """{their name: tensor} -> {our name: tensor}."""
     import torch
 
-    rows, turned, made = family.rows(config), pairs(config), {}
+    rows, turned, made, used = family.rows(config), pairs(config), {}, set()
     for ours, kind, theirs in modules(family, config.n_layer):
         for end in ("weight", "bias"):
             parts = [weights[f"{name}.{end}"] for name in theirs if f"{name}.{end}" in weights]
             if not parts:
                 continue
+            used |= {f"{name}.{end}" for name in theirs}
             tensor = torch.cat([part.T if kind in family.transposed and part.ndim == 2 else part for part in parts])
-            if kind == "attention.qkv":
-                tensor = tensor[rows]
-            elif kind in ("attention.q_norm", "attention.k_norm"):
-                tensor = tensor[turned]
+            order = {"attention.qkv": rows, "attention.q_norm": turned, "attention.k_norm": turned}.get(kind)
+            if order is not None:
+                if len(tensor) != len(order):
+                    raise UserError(f"{ours}.{end} has {len(tensor)} rows, its configuration says {len(order)}",
+                                    "config.json and weights do not belong together")
+                tensor = tensor[order]
             made[f"{ours}.{end}"] = tensor.float().contiguous()
-    if "head.weight" not in made and config.tied:
-        made["head.weight"] = made["embed.weight"]
+    left = sorted(name for name in weights if name not in used and not re.fullmatch(BUFFERS, name))
+    if left:
+        raise UserError(f"{left[0]} and {len(left) - 1} more of its weights are not known", "this program has no such part")
     return made
 
 
@@ -272,7 +284,7 @@ def to_theirs(family, config, weights):
 # From the outside
 
 
-def nothing_but_weights(path):
+def read_tensors(path):
     """-> {name: tensor} of a file, without executing anything in it."""
     import torch
 
@@ -289,7 +301,10 @@ def nothing_but_weights(path):
 
 def read_json(path):
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("not an object")
+        return content
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error})", "a model's folder has a config.json and its weights") from None
 
@@ -299,10 +314,13 @@ def read_weights(folder):
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{name}.index.json"
         if index.is_file():
-            files = sorted(set(read_json(index)["weight_map"].values()))
-            return {k: v for file in files for k, v in nothing_but_weights(folder / file).items()}
+            places = read_json(index).get("weight_map")
+            if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+                raise UserError(f"{index}: no weight_map", "download it again")
+            files = sorted(set(places.values()))
+            return {k: v for file in files for k, v in read_tensors(folder / file).items()}
         if (folder / name).is_file():
-            return nothing_but_weights(folder / name)
+            return read_tensors(folder / name)
     raise UserError(f"{folder}: no weights", "wanted: model.safetensors or pytorch_model.bin, whole or in parts with an index")
 
 
@@ -313,7 +331,7 @@ def fetch(name):
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "merges.txt"], etag_timeout=5))
     except Exception as error:  # of the network, of the hub, or of a name that is none
-        raise UserError(f"{name}: no such folder, and not to be had from the hub ({type(error).__name__})",
+        raise UserError(f"{name}: no such folder, and not available from the hub ({type(error).__name__})",
                         "give a folder with config.json and model.safetensors, or connect to the network") from None
 
 
@@ -324,8 +342,8 @@ def load(path):
     """
     path = Path(path)
     if path.is_file():
-        content = nothing_but_weights(path)
-        if not {"model", "model_args"} <= set(content):
+        content = read_tensors(path)
+        if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("model", "model_args")):
             raise UserError(f"{path}: not nanoGPT's checkpoint", "wanted: a file with model and model_args")
         weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in content["model"].items()}
         return convert(path, NanoGPT(), content["model_args"], weights), None
@@ -344,19 +362,30 @@ def load(path):
 
 def convert(path, family, theirs, weights):
     """-> (config keys, weights) of ours, of the same shapes."""
+    import torch
+
     from model import GPT
     from run import fill
 
+    if theirs.get("quantization_config"):
+        raise UserError(f"{path}: quantized weights", "give the model in 16 or 32 bits")
     try:
         values = {key: value for key, value in family.settings(theirs).items() if value is not None}
+        made = to_ours(family, build(Config, values), weights)
     except KeyError as error:
         raise UserError(f"{path}: its configuration lacks {error}", "is it a whole config.json?") from None
     except UserError as error:
         raise UserError(f"{path}: {error.problem}", error.advice) from None
-    config = build(Config, values | {"tied": theirs.get("tie_word_embeddings", family.tied)})
-    made = to_ours(family, config, weights)
+    except (TypeError, AttributeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path}: its configuration or weights are not of this kind ({error})", "download it again") from None
     if "embed.weight" not in made:
         raise UserError(f"{path}: no token embeddings among its weights", "is it a whole language model?")
+    # A file may call them tied and hold two matrices all the same.
+    head = made.get("head.weight", made["embed.weight"])
+    tied = theirs.get("tie_word_embeddings", family.tied) and torch.equal(head, made["embed.weight"])
+    if tied:
+        made["head.weight"] = made["embed.weight"]
+    config = build(Config, values | {"tied": tied})
     fill(GPT(config, made["embed.weight"].size(0)), made, path)
     return config.model_dump(exclude_unset=True), made
 
@@ -369,23 +398,24 @@ def own_tokenizer(folder, kind):
         from tiktoken_ext.openai_public import r50k_pat_str
 
         vocabulary = read_json(folder / "vocab.json")
-        separator = vocabulary.get("<|endoftext|>")
-        tokens = [tokenizer.byte_level(word) for word in sorted(vocabulary, key=vocabulary.get)]
-        if separator is not None:
-            tokens[separator] = b""
-        return tokenizer.BPE(tokens, r50k_pat_str, separator)
+        try:
+            tokens = [b"" if word == "<|endoftext|>" else tokenizer.byte_level(word)
+                      for word in sorted(vocabulary, key=vocabulary.get)]
+            return tokenizer.BPE(tokens, r50k_pat_str, vocabulary.get("<|endoftext|>"))
+        except (KeyError, ValueError, TypeError) as error:
+            raise UserError(f"{folder / 'vocab.json'}: not a vocabulary of bytes ({error!r})", "download it again") from None
     if (folder / "tokenizer.json").is_file():
         return tokenizer.load(folder / "tokenizer.json")
     return None
 
 
-def take_in(path, options):
+def import_model(path, options):
     """Make a run's folder of a foreign model."""
     import run
     import tokenizer
     from data.prepare import prepare
 
-    out = Path(options.out_dir or f"out/{Path(path).stem}")
+    out = Path(options.out_dir or f"out/{Path(path).stem if Path(path).is_file() else Path(path).name}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists", "give another --out_dir")
     (values, weights), made = load(path)
@@ -397,7 +427,9 @@ def take_in(path, options):
     if made.vocab_size > size:
         raise UserError(f"{path}: {size} embeddings, and the tokenizer has {made.vocab_size} ids", "give its own --tokenizer")
     made.pad(size)
-    config = build(Config, values | {"dataset": options.dataset, "tokenizer": str(out / "tokenizer.json"), "out_dir": str(out)})
+    values |= {"dataset": options.dataset, "tokenizer": str(out / "tokenizer.json"), "out_dir": str(out),
+               "length_unit": min(options.length_unit, values["block_size"])}
+    config = build(Config, values)
     out.mkdir(parents=True)
     tokenizer.save(made, out / "tokenizer.json")
     run.save(out / "best.pt", {"step": 0, "model": weights, "data_sha256": ""})
@@ -416,9 +448,9 @@ EXPORTS = [  # (model type, architecture, what the config must say)
     ("gpt_neox", "GPTNeoXForCausalLM", {"position": "rope", "norm": "layernorm", "activation": ("gelu", "gelu_tanh"),
                                         "qk_norm": False, "n_kv_head": None, "head_dim": None}),
     ("llama", "LlamaForCausalLM", {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "qk_norm": False,
-                                   "parallel_block": False}),
+                                   "parallel_block": False, "rope_fraction": 1}),
     ("qwen3", "Qwen3ForCausalLM", {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "qk_norm": "weighted",
-                                   "parallel_block": False, "bias": False}),
+                                   "parallel_block": False, "rope_fraction": 1, "bias": False}),
 ]
 
 
@@ -467,6 +499,8 @@ class Pretrained(Options):
     """Its tokenizer where it comes without one: char (of the text of dataset), byte, gpt2, or the path of a tokenizer.json."""
     dataset: str = Field("stdlib", min_length=1)
     """The text on which lengths.py will evaluate it."""
+    length_unit: int = Field(256, ge=4)
+    """Tokens that the contexts of its length curves are multiples of; its block_size if that is less."""
 
 
 @helped(Pretrained, "python pretrained.py FOLDER_OR_NAME [--out_dir RUN] | RUN --export FOLDER")
@@ -478,7 +512,7 @@ def main(argv):
     if options.export:
         export(words[0], options.export)
     else:
-        take_in(words[0], options)
+        import_model(words[0], options)
     return 0
 
 

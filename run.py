@@ -66,8 +66,8 @@ def set_up(threads):
 
 
 def fresh(value):
-    """The same value with no object used twice, but for strings, which are all used again: the file's format tells
-    shared objects from equal ones, and whether a run was resumed must not show in its bytes."""
+    """Copy nested containers so that no object but a string occurs twice: a file tells a shared object from an equal copy,
+    and a resumed run must write the same bytes as one that never stopped."""
     if isinstance(value, dict):
         return {fresh(k): fresh(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -200,6 +200,11 @@ class Run:
         if self.state and self.state["data_sha256"] != data.sha256:
             raise UserError(f"{self.folder}: the text of dataset = {self.config.dataset} has changed since this run began",
                             "give another --out_dir, or --overwrite to delete that run")
+        if self.config.init_from and not self.state:
+            origin = tokenizer.load(Path(self.config.init_from) / "tokenizer.json")
+            if data.tokenizer.tokens != origin.tokens:
+                raise UserError(f"tokenizer = {self.config.tokenizer}: not that of {self.config.init_from}",
+                                "the weights know the ids of their own tokenizer; leave the key out")
         self.data_sha256 = data.sha256
         self.resolved = self.state["resolved"] if self.state else resolve(self.config)
         available(self.resolved["device"])

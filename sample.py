@@ -19,7 +19,7 @@ class Sample(Evaluation):
     samples: int = Field(1, ge=1, le=4096)
     """Texts to generate, as one batch."""
     temperature: float = Field(0.8, ge=0)
-    """Below 1 bolder towards the likely, above 1 wilder; 0 takes the likeliest token every time."""
+    """Below 1 sharpens the distribution, above 1 flattens it; 0 takes the likeliest token every time."""
     top_k: int | None = Field(None, ge=1)
     """Choose among this many likeliest tokens."""
     top_p: float | None = Field(None, gt=0, le=1)
@@ -57,7 +57,7 @@ def stream(model, ids, tokens, temperature=1.0, top_k=None, top_p=None, generato
 
     def restart(ids):
         size = min(reach, ids.size(1) + tokens)
-        return model.past(size), model.position.choose(size, 0, ids.device), ids
+        return model.past(size), model.position.random_subset(size, 0, ids.device), ids
 
     past, pos, new = restart(ids if ids.size(1) <= reach else ids[:, -(reach // 2):])
     for _ in range(tokens):

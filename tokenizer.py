@@ -106,8 +106,8 @@ BYTES = byte_table()
 
 
 def byte_level(token):
-    """-> the bytes that a token of a byte-level vocabulary stands for; one that was added is spelled as it is."""
-    return bytes(BYTES[c] for c in token) if all(c in BYTES for c in token) else token.encode("utf-8")
+    """-> the bytes that a token of a byte-level vocabulary stands for."""
+    return bytes(BYTES[c] for c in token)
 
 
 def sentence_piece(token):
@@ -172,20 +172,27 @@ class BPE(Tokenizer):
 class Hub(Tokenizer):
     """A tokenizer of the library `tokenizers`, as Hugging Face models bring it: the text of its tokenizer.json."""
 
-    SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+    SEPARATORS = ("<|begin_of_text|>", "<s>", "<bos>", "<|endoftext|>", "</s>", "<eos>")  # the first of them that it has
+    NORMALIZERS = {"Sequence", "NFC", "Prepend", "Replace"}  # those after which the text is nearly the same
 
     def __init__(self, file):
         from tokenizers import Tokenizer as Engine
 
         self.file, self.engine = file, Engine.from_str(file)
         self.engine.encode_special_tokens = True  # no string inside a text is special
+        self.engine.no_truncation()
+        self.engine.no_padding()
         state, vocabulary = json.loads(file), self.engine.get_vocab(with_added_tokens=True)
-        special = {token["content"] for token in state.get("added_tokens", ()) if token["special"]}
+        added = {token["content"]: b"" if token["special"] else token["content"].encode() for token in state["added_tokens"]}
+        normalizer = state.get("normalizer") or {"type": "Sequence", "normalizers": []}
+        kinds = {normalizer["type"], *(part["type"] for part in normalizer.get("normalizers", ()))}
+        if kinds - self.NORMALIZERS:
+            raise ValueError(f"its normalizer {', '.join(sorted(kinds - self.NORMALIZERS))} changes the text")
         kinds = json.dumps([state.get("decoder"), state.get("pre_tokenizer")])
         spell = byte_level if '"ByteLevel"' in kinds else sentence_piece
         tokens = [b""] * (max(vocabulary.values()) + 1)
         for token, i in vocabulary.items():
-            tokens[i] = b"" if token in special else spell(token)
+            tokens[i] = added[token] if token in added else spell(token)
         super().__init__(tokens, next((vocabulary[name] for name in self.SEPARATORS if name in vocabulary), None))
 
     def encode(self, text):

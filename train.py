@@ -75,7 +75,7 @@ def update(model, optimizers, x, y, step, config, autocast):
     import torch
 
     micro, total = config.gradient_accumulation_steps, 0.0
-    pos = model.position.choose(x.size(1), step, x.device)
+    pos = model.position.random_subset(x.size(1), step, x.device)
     for i, (inputs, targets) in enumerate(zip(x.chunk(micro), y.chunk(micro))):
         if config.dropout:  # the fused kernels take no generator, so the global one is set by where training stands
             torch.manual_seed(int(np.random.SeedSequence((config.seed, step, i)).generate_state(1)[0]))

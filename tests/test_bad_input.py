@@ -110,6 +110,7 @@ BAD_VALUES = [
     ({"position": "alibi", "rope_values": True}, "rope_values = True", 'position = "rope"'),
     ({"learned_extension": "interpolate"}, "learned_extension = interpolate", 'position = "learned"'),
     ({"position": "learned", "learned_extension": "interpolate", "random_positions": 999}, "learned_extension", "random"),
+    ({"random_positions": 999, "rope_scaling": "linear", "rope_factor": 2}, "rope_scaling = linear", "random positions"),
     ({"random_positions": 8}, "random_positions = 8", "at least block_size"),
     ({"t5_buckets": 300, "position": "t5"}, "t5_max_distance = 128", "above t5_buckets / 2"),
     ({"max_iters": 20, "warmup_iters": 20}, "warmup_iters = 20", "below max_iters = 20"),
@@ -144,6 +145,7 @@ def test_wrong_value_is_named_alike_in_a_file_and_on_the_command_line(values, wo
     (b"[model]\nn_layer = 3\n", ("model",)),
     (b"n_layer = [3]\n", ("n_layer", "an integer")),
     (b"dataset = 2020-01-01\n", ("dataset", "text")),
+    (b"init_from = 3\n", ("init_from", "text")),
 ])
 def test_bad_toml_is_named(content, words, here, tmp_path):
     (tmp_path / "bad.toml").write_bytes(content)
@@ -460,6 +462,13 @@ def test_prompt_file_that_is_not_utf8_is_named(run_folder, tmp_path):
 
 
 # As a process
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_said_in_two_lines():
+    code = "import config; config.command(lambda argv: open('/dev/full', 'w').write('x' * 10**6))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, text=True, capture_output=True, check=False)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 2 and "No space left" in done.stderr
 
 
 @pytest.mark.parametrize("words", [

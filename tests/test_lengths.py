@@ -176,8 +176,9 @@ def test_bits_per_byte_of_a_uniform_guess():
 
 
 def test_contexts_are_multiples_of_block_size_unless_asked():
-    assert choose_contexts(model(), None, 512, 32) == (CONTEXTS, [])
-    assert choose_contexts(model(), [100, 50, 100], 512, 32) == ([50, 100], [])
+    assert choose_contexts(model(), None, 512) == (CONTEXTS, [])
+    assert choose_contexts(model(), [100, 50, 100], 512) == ([50, 100], [])
+    assert choose_contexts(model(length_unit=16), None, 512)[0] == [4, 8, 16, 32, 64, 128, 256]
     assert [int(m * 32) for m in MULTIPLES] == CONTEXTS
 
 
@@ -187,7 +188,7 @@ def test_contexts_that_the_text_cannot_hold_are_skipped_by_name(data):
     assert [r["context"] for r in by_c] == [8, 16, 32, 64, 128] and by_p
     assert [line.partition(":")[0] for line in skipped] == ["context 256", "context 512"]
     assert all("text" in line and "128" in line for line in skipped)
-    assert curves(model(), data, [4096])[2] == ["context 4096: windows end at 512 tokens, 16 times the training length"]
+    assert curves(model(), data, [4096])[2] == ["context 4096: windows end at 512 tokens, 16 times 32"]
 
 
 @pytest.mark.parametrize("size", [3, 7])
@@ -402,13 +403,19 @@ def test_settings_of_a_scaling_keep_curves_apart(copy):
     assert found == [("yarn-auto", 2.0), ("yarn-auto-beta_fast=8.0", 2.0), ("yarn-auto-rope_original_context=16", 4.0)]
 
 
+LONG = {"rope_scaling": "longrope", "rope_factor": 4, "short_factor": (1.0,) * 8, "long_factor": (4.0,) * 8}
+
+
 @pytest.mark.parametrize("trained, evaluated, finetuned", [
     ({}, {}, False), ({}, {"rope_scaling": "yarn"}, False),
     ({"rope_scaling": "yarn", "rope_factor": 4}, {"rope_scaling": "yarn", "rope_factor": 4}, True),
     ({"rope_scaling": "yarn", "rope_factor": 4}, {"rope_scaling": "yarn", "rope_factor": 8}, False),
     ({"rope_scaling": "yarn", "rope_factor": 4}, {}, False),
     ({"rope_scaling": "yarn"}, {"rope_scaling": "yarn"}, False),  # auto was 1 at the training length
-    ({"rope_scaling": "yarn", "rope_original_context": 8}, {"rope_scaling": "yarn", "rope_original_context": 8}, True),
+    # Trained at a stretch of 4, and measured at one of 8.
+    ({"rope_scaling": "yarn", "rope_original_context": 8}, {"rope_scaling": "yarn", "rope_original_context": 8}, False),
+    ({"rope_scaling": "dynamic", "rope_factor": 2}, {"rope_scaling": "dynamic", "rope_factor": 2}, False),
+    (LONG, LONG, False), (LONG | {"rope_original_context": 16}, LONG | {"rope_original_context": 16}, True),
 ])
 def test_a_curve_says_whether_the_model_was_trained_with_its_stretch(trained, evaluated, finetuned, data, tmp_path):
     (tmp_path / "config.toml").write_text(small(**trained).toml(), encoding="utf-8")

@@ -168,7 +168,31 @@ def test_what_is_not_supported_is_named(kind, changes, words, tmp_path):
     assert len(str(caught.value).splitlines()) == 2 and not (tmp_path / "run").exists()
 
 
+def edit(**changes):
+    """-> a function that changes keys of a model's config.json."""
+    def damage(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return damage
+
+
+def with_tensor(name, shape):
+    """-> a function that adds a tensor to a model's weights, or puts it in the place of another."""
+    def damage(folder):
+        from safetensors.torch import load_file, save_file
+
+        save_file(load_file(folder / "model.safetensors") | {name: torch.ones(shape)}, folder / "model.safetensors")
+    return damage
+
+
 DAMAGES = {
+    "quantized": (edit(quantization_config={"quant_method": "fp8"}), "quantized weights"),
+    "a tensor too many": (with_tensor("model.layers.0.self_attn.q_norm.weight", (8,)), "self_attn.q_norm.weight and 0 more"),
+    "other heads": (edit(num_key_value_heads=1), "qkv.weight has 64 rows, its configuration says 48"),
+    "scaling without factor": (edit(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), "without a factor"),
+    "a list": (lambda f: (f / "config.json").write_text("[]"), "config.json"),
+    "parameters in a list": (edit(rope_parameters=[1]), "not of this kind"),
+    "an index without a map": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "no weight_map"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no weights"),
     "truncated": (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:5000]), "damaged"),
@@ -208,7 +232,7 @@ def test_a_name_without_a_network_says_what_to_give(monkeypatch):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(UserError, match="not to be had from the hub"):
+    with pytest.raises(UserError, match="not available from the hub"):
         pretrained.main(["someone/model"])
 
 
@@ -229,6 +253,33 @@ def test_nothing_in_a_foreign_file_is_executed(tmp_path):
     with pytest.raises(UserError, match="damaged, or no weights"):
         pretrained.main([str(tmp_path / "ckpt.pt")])
     assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("content", [3, [1], torch.ones(3), {"model": 3, "model_args": {}}, {"model": {}, "model_args": None},
+                                     {"model": {}, "model_args": {"n_layer": 1}}])
+def test_what_is_not_nanogpts_is_named(content, tmp_path):
+    torch.save(content, tmp_path / "ckpt.pt")
+    with pytest.raises(UserError):
+        pretrained.main([str(tmp_path / "ckpt.pt"), "--out_dir", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind, changes, key", [
+    ("llama", {}, {"sliding_window": 7}), ("llama", {}, {"partial_rotary_factor": 0.5}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, {"layer_types": None}),
+])
+def test_keys_are_read_as_the_family_reads_them(kind, changes, key, tmp_path):
+    theirs = foreign(kind, {"num_key_value_heads": 2, "rope_parameters": PLAIN, **changes}, tmp_path)
+    edit(**key)(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(imported(tmp_path)(ids(24)), theirs(ids(24)).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_two_matrices_that_are_called_tied_stay_two(tmp_path):
+    theirs = foreign("llama", {"rope_parameters": PLAIN}, tmp_path)
+    edit(tie_word_embeddings=True)(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(imported(tmp_path)(ids(9)), theirs(ids(9)).logits, atol=1e-4, rtol=1e-4)
 
 
 # Tokenizers
@@ -277,7 +328,22 @@ def test_tokenizers_of_models_come_back_in_bytes(text, byte_level, sentence_piec
         tokenizer.save(made, tmp_path / "tokenizer.json")
         again = tokenizer.load(tmp_path / "tokenizer.json")
         assert again.vocab_size == made.vocab_size and again.encode(text).tolist() == found.tolist()
-    assert tokenizer.Hub(byte_level).separator == 0 and tokenizer.Hub(sentence_piece).separator == 2
+    assert tokenizer.Hub(byte_level).separator == 0 and tokenizer.Hub(sentence_piece).separator == 1
+
+
+def test_settings_of_a_tokenizer_that_would_change_the_text_do_not(byte_level):
+    plain, text = tokenizer.Hub(byte_level), "def f(self): " * 30
+    file = json.loads(byte_level)
+    file["truncation"] = {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    file["padding"] = {"strategy": {"Fixed": 640}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+                       "pad_type_id": 0, "pad_token": "<|endoftext|>"}
+    assert tokenizer.Hub(json.dumps(file)).encode(text).tolist() == plain.encode(text).tolist()
+    file["added_tokens"].append(file["added_tokens"][0] | {"id": 300, "content": "été", "special": False})
+    made = tokenizer.Hub(json.dumps(file))
+    assert made.decode(made.encode("un été là")) == "un été là"
+    file["normalizer"] = {"type": "Lowercase"}
+    with pytest.raises(ValueError, match="Lowercase changes the text"):
+        tokenizer.Hub(json.dumps(file))
 
 
 def gpt2_files(folder, vocabulary):
@@ -321,7 +387,7 @@ def test_sampling_reads_what_was_taken_in(llama_run, capsys):
 def test_length_curves_read_what_was_taken_in(llama_run, capsys):
     folder, _ = llama_run
     assert lengths.main([str(folder), "--contexts", "24", "48"]) == 0
-    assert "trained at 24" in capsys.readouterr().out
+    assert "trained at 24" in capsys.readouterr().out and config.read_config(folder).length_unit == 24
 
 
 def test_training_begins_from_what_was_taken_in(llama_run, tmp_path):
@@ -402,6 +468,7 @@ def test_the_config_of_make_run_can_be_exported():
     ({"rope_scaling": "yarn"}, "rope_factor = auto"), ({"activation": "relu2"}, "activation = relu2"),
     ({"attention": "linear"}, "attention = linear"), ({"random_positions": 99}, "random_positions = 99"),
     ({"norm": "rmsnorm"}, "rmsnorm"),
+    ({"norm": "rmsnorm", "activation": "swiglu", "rope_fraction": 0.5}, "rope_fraction = 0.5"),
 ])
 def test_what_cannot_be_exported_is_named(changes, words, tmp_path):
     random_run(tmp_path / "run", **changes)

@@ -64,7 +64,7 @@ def test_random_positions_are_drawn_once_for_prompt_and_text(position, monkeypat
     forward = m.position.forward
     m.position.forward = lambda pos, T, size: (seen.append(pos.tolist()), forward(pos, T, size))[1]
     assert len(list(stream(m, random_ids(1, 10), 40, temperature=0))) == 40
-    drawn = m.position.choose(50, 0).tolist()
+    drawn = m.position.random_subset(50, 0).tolist()
     assert seen == [drawn[:n] for n in range(10, 50)]
     assert len(list(stream(m, random_ids(1, 50), 40, temperature=0))) == 40  # beyond them, on the last half
 

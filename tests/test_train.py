@@ -278,6 +278,7 @@ def test_an_extended_context_inherits_the_original_one_and_is_called_fine_tuned(
     assert all(torch.equal(began[0][k], weights[k]) for k in weights)
     made, trained = config.read_config(tmp_path / "run"), config.read_config(run_folder)
     assert (made.block_size, made.rope_original_context, made.rope_scaling, made.rope_factor) == (128, 32, "yarn", 4.0)
+    assert made.length_unit == 32
     assert (made.n_layer, made.n_embd, made.dataset) == (trained.n_layer, trained.n_embd, trained.dataset)
     assert made.learning_rate == config.Config().learning_rate  # how to train is not inherited
     records = logs.read(tmp_path / "run", "lengths.jsonl")
@@ -300,6 +301,32 @@ def test_an_extended_run_can_be_extended_again_from_its_original_context(run_fol
     assert extend(run_folder, tmp_path / "one", "--stop_at", "12") == 0
     assert extend(tmp_path / "one", tmp_path / "two", "--block_size", "256", "--rope_factor", "8", "--stop_at", "1") == 0
     assert config.read_config(tmp_path / "two").rope_original_context == 32
+
+
+def test_a_context_extended_without_a_scaling_is_the_original_one_of_later_scalings(run_folder, tmp_path):
+    assert extend(run_folder, tmp_path / "run", "--rope_scaling", "none", "--rope_factor", "auto", "--stop_at", "1") == 0
+    made = config.read_config(tmp_path / "run")
+    assert (made.rope_original_context, made.original_context, made.unit) == (None, 128, 32)
+
+
+def test_the_threshold_of_fire_goes_with_its_weights(corpus, tmp_path):
+    assert run(corpus, tmp_path / "fire", position="fire", max_iters=6) == 0
+    assert extend(tmp_path / "fire", tmp_path / "run", "--rope_scaling", "none", "--rope_factor", "auto", "--stop_at", "1") == 0
+    assert config.read_config(tmp_path / "run").fire_threshold == 8
+
+
+def test_extended_seeds_are_one_row(corpus, tmp_path):
+    for seed in (1, 2):
+        assert run(corpus, tmp_path / f"rope-{seed}", seed=seed, max_iters=6) == 0
+        assert extend(tmp_path / f"rope-{seed}", tmp_path / f"long-{seed}", "--seed", str(seed), "--max_iters", "6") == 0
+    assert "long (2 runs)" in compare.table([tmp_path / "long-1", tmp_path / "long-2"])
+
+
+def test_naming_the_trained_scaling_again_keeps_its_settings(run_folder, tmp_path):
+    assert extend(run_folder, tmp_path / "run", "--beta_fast", "16", "--stop_at", "12") == 0
+    kept = runs.restore(tmp_path / "run", rope_scaling="yarn").config
+    assert (kept.rope_factor, kept.beta_fast) == (4.0, 16.0)
+    assert runs.restore(tmp_path / "run", rope_scaling="linear").config.rope_factor == "auto"
 
 
 def test_another_text_is_read_with_the_tokenizer_of_the_origin(run_folder, corpus, tmp_path):
