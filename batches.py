@@ -7,8 +7,8 @@ from functools import cached_property
 import numpy as np
 
 import tokenizer
-from config import UserError
 from data.prepare import prepare, read
+from options import UserError
 
 
 @dataclass

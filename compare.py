@@ -9,7 +9,8 @@ from pathlib import Path
 from pydantic import Field
 
 import logs
-from config import NEUTRAL, Options, UserError, build, command, helped, parse, read_config
+from config import NEUTRAL, read_config
+from options import Options, UserError, build, command, helped, parse
 
 # Colours that stay apart for colour-blind eyes (Okabe and Ito), and with dashes and markers also in grey print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999999")

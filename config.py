@@ -1,27 +1,20 @@
-"""What a run is: one flat, validated config with one grammar for TOML files and the command line.
+"""What a run is: one flat, validated config.
 
     python train.py configs/rope.toml configs/my_changes.toml --position learned --learning_rate=3e-4 --no_bias
 
-Files and command line are merged as dictionaries (later wins) and validated once, so that both get the same errors: two
-lines and exit code 2. Imports neither torch nor any module of this project.
+Files and the command line are merged, the later wins; options.py has the grammar. Plain data: no torch.
 """
 import copy
-import difflib
-import errno
-import functools
 import hashlib
 import itertools
 import json
-import os
 import re
-import sys
-import tomllib
-import types
-import typing
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import Field, create_model, model_validator
+
+from options import Options, UserError, build, nearest, parse, read_toml
 
 Auto = Literal["auto"]
 
@@ -40,24 +33,6 @@ REQUIRED = ("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"
 
 # Keys that may differ when a run is continued: they change what is written or when it stops, never what is computed.
 NEUTRAL = ("out_dir", "overwrite", "log_interval", "checkpoint_interval", "stop_at", "wandb", "wandb_project")
-
-
-class UserError(Exception):
-    """Bad input: what is wrong in one line, and in a second what is allowed or what to do."""
-
-    def __init__(self, problem, advice):
-        super().__init__(problem, advice)
-        self.problem, self.advice = problem, advice
-
-    def __str__(self):
-        problem, advice = (" ".join(text.split("\n")) for text in (self.problem, self.advice))  # two lines, whatever is quoted
-        return f"error: {problem}\n       {advice}"
-
-
-class Options(BaseModel):
-    """The base of everything that is read from files and command lines."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Config(Options):
@@ -407,129 +382,6 @@ def contradiction(config, key, why):
     return UserError(f"{key} = {getattr(config, key)}", why)
 
 
-def nearest(word, words):
-    """-> 'did you mean X?' or all words, for the second line of an error."""
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(words)}"
-
-
-def allowed(field):
-    """What a pydantic field accepts, in words: 'auto or a number >= 1'."""
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "pattern": "like"}
-
-    def plain(limit):
-        return int(limit) if isinstance(limit, float) and limit.is_integer() else limit
-
-    def words(kind, limits):
-        if typing.get_origin(kind) is Literal:
-            return list(typing.get_args(kind))
-        if typing.get_origin(kind) is Annotated:
-            inner, constraint = typing.get_args(kind)
-            return words(inner, constraint.metadata)
-        if typing.get_origin(kind) is tuple:
-            return [f"several of: {words(typing.get_args(kind)[0], limits)[0]}"]
-        if typing.get_origin(kind) in (typing.Union, types.UnionType):
-            return [w for k in typing.get_args(kind) if k is not type(None) for w in words(k, limits)]
-        name = {bool: "true or false", int: "an integer", float: "a number"}.get(kind, "text")
-        conditions = [f"{sign} {plain(getattr(part, key))}" for part in limits for key, sign in signs.items()
-                      if getattr(part, key, None) is not None]
-        return [f"{name} {' and '.join(conditions)}".strip()]
-
-    return " or ".join(words(field.annotation, field.metadata))
-
-
-def takes(field, kind):
-    """Whether a pydantic field accepts values of this type."""
-    kinds = (field.annotation, *typing.get_args(field.annotation))
-    return kind in kinds or kind in map(typing.get_origin, kinds)
-
-
-class Help(Exception):
-    """--help was asked for."""
-
-
-def helped(model, line):
-    """Decorate a program's main(argv) -> exit code: --help prints the keys of `model` below a usage line, and that is all."""
-    def decorate(main):
-        @functools.wraps(main)
-        def program(argv):
-            try:
-                return main(argv)
-            except Help:
-                print(usage(model, line))
-                return 0
-        return program
-    return decorate
-
-
-def parse(argv, model):
-    """Split a command line by the keys of `model`: -> (positional words, {key: value as text})."""
-    words, values, i = [], {}, 0
-    while i < len(argv):
-        word, i = argv[i], i + 1
-        if word in ("-h", "--help"):
-            raise Help
-        if not word.startswith("--"):
-            words.append(word)
-            continue
-        key, equals, value = word[2:].partition("=")
-        key = key.replace("-", "_")
-        field = model.model_fields.get(key)
-        if field is None and key.startswith("no_") and key[3:] in model.model_fields and not equals:
-            key, value = key[3:], "false"
-        elif field is None:
-            raise UserError(f"--{key}: no such key", nearest(key, list(model.model_fields)))
-        elif equals and takes(field, tuple):
-            value = value.split(",")
-        elif not equals:
-            following = argv[i] if i < len(argv) and not argv[i].startswith("--") else None
-            if takes(field, bool):
-                # A flag needs no value, and config files may follow it.
-                alone = following is None or following.endswith(".toml")
-                i, value = (i, "true") if alone else (i + 1, following)
-            elif following is None:
-                raise UserError(f"--{key}: no value", f"allowed: {allowed(field)}")
-            elif takes(field, tuple):
-                value, i = following.split(","), i + 1
-                while i < len(argv) and re.fullmatch(r"[\d.,]+", argv[i]):
-                    value, i = value + argv[i].split(","), i + 1
-            else:
-                i, value = i + 1, following
-        values[key] = value
-    return words, values
-
-
-def build(model, values):
-    """Validate a dictionary into `model`; the first thing wrong is a UserError."""
-    for key in values:
-        if key not in model.model_fields:
-            raise UserError(f"{key} = {values[key]}: no such key", nearest(key, list(model.model_fields)))
-    try:
-        return model(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = first["loc"][0] if first["loc"] else "config"
-        if first["type"] == "missing":
-            raise UserError(f"{key}: missing", f"allowed: {allowed(model.model_fields[key])}") from None
-        advice = f"allowed: {allowed(model.model_fields[key])}"
-        if first["type"] == "literal_error" and isinstance(first["input"], str):
-            options = allowed(model.model_fields[key]).split(" or ")
-            close = difflib.get_close_matches(first["input"], options, n=1)
-            advice = f"did you mean {close[0]}? {advice}" if close else advice
-        raise UserError(f"{key} = {values.get(key)}", advice) from None
-
-
-def read_toml(path):
-    try:
-        return tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
-    except FileNotFoundError:
-        near = [str(p) for p in sorted(Path(path).parent.glob("*.toml"))]
-        advice = nearest(str(path), near) if near else "give the path of a TOML file"
-        raise UserError(f"{path}: no such config file", advice) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path}: not a readable TOML file", f"{error}") from None
-
-
 def read_config(folder):
     """-> the Config that a run's folder was trained with. UserError, with the nearest run, if there is none."""
     folder = Path(folder)
@@ -584,40 +436,9 @@ def load(argv):
     return config
 
 
-def usage(model, line):
-    """The help text: a usage line and every key with what it accepts, its default and its docstring."""
-    rows = [f"usage: {line}\n"]
-    for key, field in model.model_fields.items():
-        default = "" if field.is_required() or field.default is None else f", default {field.default}"
-        rows.append(f"  --{key}  ({allowed(field)}{default})\n      {(field.description or '').strip()}")
-    return "\n".join(rows)
-
-
 def run_arguments(argv, model):
     """The command line of a program about one run: -> (its folder, options)."""
     words, values = parse(argv, model)
     if len(words) != 1:
         raise UserError(f"{len(words)} run folders given", "name one, such as out/rope-1337; --help shows the rest")
     return words[0], build(model, values)
-
-
-def command(main):
-    """Run a program's main(argv) as a process: bad input is two lines and exit code 2, never a traceback."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.reconfigure(errors="replace")  # a console that cannot print a character must not end a run
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    except BrokenPipeError:  # as in `python sample.py RUN | head`: whoever read has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
-            raise
-        print(UserError(f"{error.filename or 'the system'}: {error.strerror or error}", "what was saved before is whole"),
-              file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)

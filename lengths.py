@@ -14,7 +14,8 @@ import numpy as np
 import compare
 import logs
 from batches import gather, load_data, window_ends
-from config import Evaluation, UserError, command, helped, run_arguments
+from config import Evaluation, run_arguments
+from options import UserError, command, helped
 
 MULTIPLES = (1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # contexts, as multiples of Config.unit
 HELD = 2**16  # tokens of all windows whose keys and values are held at once

@@ -5,7 +5,7 @@ import os
 import secrets
 from pathlib import Path
 
-from config import UserError
+from options import UserError
 
 # What makes two lines of a file the same measurement: the later one replaces the earlier when read.
 IDENTITY = {

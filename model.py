@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from config import UserError
+from options import UserError
 from position import POSITIONS, Position
 from rope import precise, rotate
 

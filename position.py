@@ -11,7 +11,8 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from config import SCALING_PARAMETERS, UserError
+from config import SCALING_PARAMETERS
+from options import UserError
 from rope import SCALINGS, angles, frequencies
 
 

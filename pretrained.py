@@ -13,7 +13,8 @@ from pathlib import Path
 
 from pydantic import Field
 
-from config import SCALING_PARAMETERS, Config, Options, UserError, build, command, helped, parse
+from config import SCALING_PARAMETERS, Config
+from options import Options, UserError, build, command, helped, parse
 
 GATED = {"silu": "swiglu", "swish": "swiglu"}
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}

@@ -19,8 +19,9 @@ import torch
 
 import logs
 import tokenizer
-from config import NEUTRAL, Config, UserError, build, read_config, with_changes
+from config import NEUTRAL, Config, read_config, with_changes
 from model import GPT
+from options import UserError, build
 
 FORMAT = 1  # of checkpoints; a larger number means that older programs must not read them
 

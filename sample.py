@@ -6,7 +6,8 @@ import codecs
 
 from pydantic import Field
 
-from config import Evaluation, UserError, command, helped, run_arguments
+from config import Evaluation, run_arguments
+from options import UserError, command, helped
 
 
 class Sample(Evaluation):

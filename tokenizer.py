@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from config import UserError
+from options import UserError
 
 # How text is cut before bytes are paired; no pair crosses a cut. Words and signs take one space before them, digits stay
 # single so that numbers are spelled out, and the end of a line takes the indentation of the next, which is a third of all

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 import lengths
 from batches import batches, load_data, windows
-from config import Config, command, helped, load
+from config import Config, load
+from options import command, helped
 
 
 class NotFinite(Exception):

@@ -25,8 +25,9 @@ from tqdm import tqdm
 
 if not __package__:  # run as a script: sys.path begins with this folder instead of the repository
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from config import Options, UserError, build, command, fields, helped, nearest, parse
+from config import fields
 from data.sources import download, file_digest, find
+from options import Options, UserError, build, command, helped, nearest, parse
 from tokenizer import BPE, Byte, Char
 from tokenizer import load as load_tokenizer
 from tokenizer import save as save_tokenizer

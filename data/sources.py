@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from config import UserError, nearest
+from options import UserError, nearest
 
 VALIDATION = 0.1
 PIECE = 2**20  # bytes of a file that are read at a time

@@ -15,7 +15,8 @@ import lengths
 import run
 import sample
 import train
-from config import UserError, read_config
+from config import read_config
+from options import UserError
 from position import POSITIONS
 from tests.conftest import SMALL, text
 
@@ -466,7 +467,7 @@ def test_prompt_file_that_is_not_utf8_is_named(run_folder, tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_is_said_in_two_lines():
-    code = "import config; config.command(lambda argv: open('/dev/full', 'w').write('x' * 10**6))"
+    code = "import options; options.command(lambda argv: open('/dev/full', 'w').write('x' * 10**6))"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, text=True, capture_output=True, check=False)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 2 and "No space left" in done.stderr
 

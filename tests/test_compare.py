@@ -11,7 +11,7 @@ import pytest
 import compare
 import config
 import logs
-from config import UserError
+from options import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

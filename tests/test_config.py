@@ -10,11 +10,13 @@ import compare
 import config
 import data.prepare
 import lengths
+import options
 import position
 import rope
 import sample
 import train
-from config import Config, UserError, load, parse
+from config import Config, load
+from options import UserError, parse
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -136,7 +138,7 @@ def test_scalings_take_the_parameters_that_the_config_says(name):
 
 
 def test_importing_config_imports_neither_torch_nor_ours():
-    ours = {path.stem for path in REPOSITORY.glob("*.py")} - {"config"}
+    ours = {path.stem for path in REPOSITORY.glob("*.py")} - {"config", "options"}
     code = "import sys, config; print(*sys.modules, sep='\\n')"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
@@ -176,4 +178,4 @@ def test_short_runs_warm_up_over_their_first_half():
     ("compile", "auto or true or false"), ("dropout", "a number >= 0 and < 1"), ("n_layer", "an integer >= 1 and <= 1000"),
 ])
 def test_what_a_key_accepts_is_said_in_words(key, words):
-    assert config.allowed(Config.model_fields[key]) == words
+    assert options.allowed(Config.model_fields[key]) == words

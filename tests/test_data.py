@@ -18,10 +18,10 @@ import pytest
 import tiktoken
 
 import tokenizer
-from config import UserError
 from data import prepare as data
 from data import sources
 from data.prepare import prepare, read
+from options import UserError
 from tokenizer import BPE, Byte, Char
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 
-from config import UserError
 from model import GPT
+from options import UserError
 from position import POSITIONS
 from tests.conftest import small
 

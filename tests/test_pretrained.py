@@ -14,8 +14,8 @@ import run
 import sample
 import tokenizer
 import train
-from config import UserError
 from model import GPT
+from options import UserError
 from tests.conftest import SMALL, small
 
 transformers = pytest.importorskip("transformers")

@@ -9,8 +9,8 @@ import torch
 import sample
 import tokenizer
 import train
-from config import UserError
 from model import GPT
+from options import UserError
 from position import POSITIONS
 from sample import choose, encode_start, stream
 from tests.conftest import small
