@@ -38,12 +38,12 @@ def curve(record):
 
 
 def curve_name(record):
-    """How a curve is called where others of the same run stand beside it: none-1.0, yarn-auto, yarn-4.0-beta_fast=16.0."""
+    """How a curve is called where others of the same run stand beside it: none-1.0, yarn-auto, yarn-4.0-beta_fast-16.0."""
     name = f"{record['scaling']}-{record['factor']}"
     for key, value in record.get("settings", {}).items():
         if isinstance(value, list | tuple):  # too long for a name
             value = hashlib.sha256(json.dumps(value).encode()).hexdigest()[:6]
-        name += f"-{key}={value}"
+        name += f"-{key}-{value}"
     return name + "-finetuned" * record["finetuned"]
 
 

@@ -154,7 +154,7 @@ def test_settings_of_a_scaling_have_rows_of_their_own(make):
     logs.append(folder, "lengths.jsonl", [curve(64, 2.9, "yarn", 4.0) | changes for changes in (
         {}, {"settings": {"beta_fast": 8.0}}, {"finetuned": True})])
     table = rows([folder])
-    assert [k for k in table if "yarn" in k] == ["yarn-4.0", "yarn-4.0-beta_fast=8.0", "yarn-4.0-finetuned"]
+    assert [k for k in table if "yarn" in k] == ["yarn-4.0", "yarn-4.0-beta_fast-8.0", "yarn-4.0-finetuned"]
 
 
 def test_long_names_are_shortened_in_tables_and_legends(make):

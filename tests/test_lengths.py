@@ -400,7 +400,7 @@ def test_settings_of_a_scaling_keep_curves_apart(copy):
     assert lengths.main([str(copy), "--rope_scaling", "yarn", "--beta_fast", "8", "--contexts", "64"]) == 0
     assert lengths.main([str(copy), "--rope_scaling", "yarn", "--rope_original_context", "16", "--contexts", "64"]) == 0
     found = [(logs.curve_name(r), r["applied"]) for r in logs.read(copy, "lengths.jsonl") if r["scaling"] == "yarn"]
-    assert found == [("yarn-auto", 2.0), ("yarn-auto-beta_fast=8.0", 2.0), ("yarn-auto-rope_original_context=16", 4.0)]
+    assert found == [("yarn-auto", 2.0), ("yarn-auto-beta_fast-8.0", 2.0), ("yarn-auto-rope_original_context-16", 4.0)]
 
 
 LONG = {"rope_scaling": "longrope", "rope_factor": 4, "short_factor": (1.0,) * 8, "long_factor": (4.0,) * 8}

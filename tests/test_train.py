@@ -348,10 +348,12 @@ def test_an_origin_that_does_not_fit_is_refused_before_anything_is_written(argv,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("position", POSITIONS)
-def test_compiled_training_equals_eager(corpus, tmp_path, position):
+@pytest.mark.parametrize("changes", [
+    *({"position": name} for name in POSITIONS), {"attention": "linear"}, {"window": 9, "n_kv_head": 1},
+    {"rope_values": True, "qk_norm": "weighted", "parallel_block": True}], ids=str)
+def test_compiled_training_equals_eager(corpus, tmp_path, changes):
     for compiled in (False, True):
-        assert run(corpus, tmp_path / str(compiled), position=position, compile=compiled, log_interval=1, max_iters=10) == 0
+        assert run(corpus, tmp_path / str(compiled), **changes, compile=compiled, log_interval=1, max_iters=10) == 0
     eager, fast = ([r["train_loss"] for r in logs.read(tmp_path / name, "log.jsonl") if "train_loss" in r]
                    for name in ("False", "True"))
     np.testing.assert_allclose(eager, fast, rtol=1e-4)
