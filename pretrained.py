@@ -150,7 +150,7 @@ class Qwen3(Qwen2):
     layer = {**Family.layer, "attention.q_norm": ["self_attn.q_norm"], "attention.k_norm": ["self_attn.k_norm"]}
 
     def settings(self, theirs):
-        return Family.settings(self, theirs) | {"qk_norm": "weighted"}
+        return Family.settings(self, theirs) | {"qk_norm": "weighted", "head_dim": theirs.get("head_dim", 128)}
 
 
 class Phi(Family):
