@@ -118,6 +118,8 @@ def table(folders):
             curves = [run["lengths"].get(key, {}) for run in members]
             losses = [spread([curve[c]["loss"] for curve in curves if c in curve], 3) for c in contexts]
             rows.append((head if number == 0 else [f"  {key}", *[""] * 6]) + losses)
+            if number == 0 and key:  # a run that was measured with a scaling alone
+                rows[-1][0] = f"{name} {key}"
             if bases is None:
                 bases, base = curves, f"{name} {key}".strip()
             elif comparable:

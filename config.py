@@ -339,9 +339,11 @@ class Config(Options):
             return {"scaling": self.learned_extension, "factor": "auto", "settings": {}}
         if self.rope_scaling == "none":
             return {"scaling": "none", "factor": 1.0, "settings": {}}
-        settings = {"rope_original_context", *SCALING_PARAMETERS[self.rope_scaling]}
+        keys = set(SCALING_PARAMETERS[self.rope_scaling])
+        if self.original_context != self.unit:  # otherwise it is what a reader expects
+            keys.add("rope_original_context")
         return {"scaling": self.rope_scaling, "factor": self.rope_factor,
-                "settings": self.model_dump(include=settings, exclude_none=True)}
+                "settings": self.model_dump(include=keys, exclude_none=True)}
 
     def toml(self):
         """The effective config as text that `read_toml` reads again; keys without a value are left out."""

@@ -287,7 +287,8 @@ def test_an_extended_context_inherits_the_original_one_and_is_called_fine_tuned(
     before = logs.read(run_folder, "lengths.jsonl")
     assert [r["context"] for r in records] == [r["context"] for r in before]
     assert {r["data"] for r in records} == {r["data"] for r in before}
-    assert "difference" in compare.table([run_folder, tmp_path / "run"])
+    table = compare.table([run_folder, tmp_path / "run"])
+    assert "difference" in table and "run yarn-4.0-finetuned  rope" in table
 
 
 def test_an_extended_run_resumes_like_any_other(run_folder, tmp_path):
