@@ -29,7 +29,10 @@ SCALING_PARAMETERS = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor", "attention_factor"),
 }
-REQUIRED = ("low_freq_factor", "high_freq_factor", "short_factor", "long_factor")  # those of them without a default
+REQUIRED = {  # those of them without a default, and what they are like
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), "both; Llama 3.1 has 1 and 4"),
+    **dict.fromkeys(("short_factor", "long_factor"), "both, a number for each plane"),
+}
 
 # Keys that may differ when a run is continued: they change what is written or when it stops, never what is computed.
 NEUTRAL = ("out_dir", "overwrite", "log_interval", "checkpoint_interval", "stop_at", "wandb", "wandb_project")
@@ -112,7 +115,7 @@ class Config(Options):
     rope_scaling: Literal["none", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"] = "none"
     """rope: how the planes are slowed for windows longer than rope_original_context."""
     rope_factor: Auto | Annotated[float, Field(ge=1, le=1e6)] = "auto"
-    """rope: the stretch, or auto = max(1, evaluated length / rope_original_context)."""
+    """rope: the stretch, or auto = max(1, evaluated length / rope_original_context), which is 1 at the training length."""
     rope_original_context: int | None = Field(None, ge=1)
     """rope: the training length that scalings refer to; block_size unless given."""
     beta_fast: float | None = Field(None, gt=0, le=1e6)
@@ -252,8 +255,8 @@ class Config(Options):
                                     f"rotates {self.rope_dim} of {self.head_size} dimensions; must be an even number above 0")
             if self.rope_scaling in ("ntk", "dynamic") and self.rope_dim < 4:
                 raise contradiction(self, "rope_scaling", f"divides by rotary dimension - 2, and that is {self.rope_dim}")
-        for key, neutral in (("rope_scaling", "none"), ("rope_values", False)):
-            if self.position != "rope" and getattr(self, key) != neutral:
+        for key, neutral in (("rope_scaling", ("none",)), ("rope_values", (False,)), ("rope_factor", ("auto", 1))):
+            if self.position != "rope" and getattr(self, key) not in neutral:
                 raise contradiction(self, key, f'needs position = "rope", and it is "{self.position}"')
         if self.rope_scaling == "none" and self.rope_factor not in ("auto", 1):
             raise contradiction(self, "rope_factor", f"needs a rope_scaling: {', '.join(list(SCALING_PARAMETERS)[1:])}")
@@ -264,9 +267,10 @@ class Config(Options):
             if getattr(self, name) is not None:
                 takers = ", ".join(s for s, p in SCALING_PARAMETERS.items() if name in p)
                 raise contradiction(self, name, f"is a parameter of rope_scaling = {takers}; here it is {self.rope_scaling}")
-        for name in taken:
-            if name in REQUIRED and getattr(self, name) is None:
-                raise UserError(f"{name}: missing", f"rope_scaling = {self.rope_scaling} needs it")
+        missing = [name for name in taken if name in REQUIRED and getattr(self, name) is None]
+        if missing:
+            raise UserError(f"{', '.join(missing)}: missing",
+                            f"rope_scaling = {self.rope_scaling} needs {REQUIRED[missing[0]]}")
         if (self.beta_fast or 32) <= (self.beta_slow or 1):
             raise contradiction(self, "beta_fast", f"must be above beta_slow = {self.beta_slow or 1}")
         if (self.mscale is None) != (self.mscale_all_dim is None):
@@ -388,8 +392,11 @@ def read_config(folder):
     """-> the Config that a run's folder was trained with. UserError, with the nearest run, if there is none."""
     folder = Path(folder)
     if not (folder / "config.toml").is_file():
-        near = [str(p.parent) for p in sorted(folder.parent.glob("*/config.toml"))]
-        raise UserError(f"{folder}: no run in this folder", nearest(str(folder), near) if near else "train one first")
+        if folder.is_file():
+            raise UserError(f"{folder}: a file, not a run's folder", "name the folder, such as out/rope-1337")
+        below, beside = ([p.parent.name for p in sorted(place.glob("*/config.toml"))] for place in (folder, folder.parent))
+        advice = nearest(folder.name, beside) if beside else "train one first"
+        raise UserError(f"{folder}: no run in this folder", f"below it are {', '.join(below[:9])}" if below else advice)
     try:
         return build(Config, read_toml(folder / "config.toml"))
     except UserError as error:

@@ -3,6 +3,7 @@ import hashlib
 import json
 import os
 import secrets
+import time
 from pathlib import Path
 
 from options import UserError
@@ -124,6 +125,9 @@ class Wandb:
         kept = self.folder / "wandb_id.txt"
         identity = kept.read_text(encoding="utf-8").strip() if kept.exists() and not config.overwrite else secrets.token_hex(4)
         self.folder.parent.mkdir(parents=True, exist_ok=True)
+        # wandb names its folder by the second; two in one second would be one, and the first one's rows lost.
+        while any(self.folder.parent.glob(f"wandb/*run-{time.strftime('%Y%m%d_%H%M%S')}-{identity}")):
+            time.sleep(0.05)
         try:
             self.run = wandb.init(
                 project=config.wandb_project, id=identity, resume="allow", name=self.folder.name, group=config.position,

@@ -51,7 +51,9 @@ def takes(field, kind):
 
 def allowed(field):
     """What a pydantic field accepts, in words: 'auto or a number >= 1'."""
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "pattern": "like"}
+    if any(getattr(part, "pattern", None) for part in field.metadata):
+        return field.description.strip().rstrip(".")  # no regular expression says it better
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
     def plain(limit):
         return int(limit) if isinstance(limit, float) and limit.is_integer() else limit

@@ -329,6 +329,8 @@ def fetch(name):
     """-> the local folder of a model at the hub, downloaded where it is not there yet."""
     from huggingface_hub import snapshot_download
 
+    if len(Path(name).parts) > 2 or Path(name).is_absolute() or name.startswith("."):  # no hub has such names
+        raise UserError(f"{name}: no such folder", "give a folder with config.json and model.safetensors")
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "merges.txt"], etag_timeout=5))
     except Exception as error:  # of the network, of the hub, or of a name that is none
@@ -349,6 +351,8 @@ def load(path):
         weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in content["model"].items()}
         return convert(path, NanoGPT(), content["model_args"], weights), None
     folder = path if path.is_dir() else fetch(str(path))
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder}: no config.json in this folder", "give a folder with config.json and model.safetensors")
     theirs = read_json(folder / "config.json")
     kind = theirs.get("model_type")
     if kind not in FAMILIES:

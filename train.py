@@ -169,6 +169,7 @@ def train(config):
 def conclude(run, model, data, step, final, seconds):
     """Evaluate the last and the best weights over the whole validation split, measure the length curve, end the run."""
     began, whole = time.perf_counter(), windows(data.val, run.config.block_size)
+    print(f"trained and saved; now the whole validation split, {len(whole)} windows, and the length curve", flush=True)
     final = final or lengths.evaluate(model, data, whole)
     run.load_best(model)
     best = final if run.best["step"] == step else lengths.evaluate(model, data, whole)

@@ -93,6 +93,7 @@ def draw_scalings(dim=64):
 
 def main(folder=Path(__file__).parent):
     style = {"axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False, "figure.constrained_layout.use": True}
+    Path(folder).mkdir(parents=True, exist_ok=True)
     for name, draw in (("decay", draw_decay), ("planes", draw_planes), ("scalings", draw_scalings)):
         with plt.rc_context(style):
             figure = draw()

@@ -97,7 +97,9 @@ BAD_VALUES = [
     ({"rope_scaling": "linear", "rope_factor": "atuo"}, "rope_factor = atuo", "auto"),
     ({"rope_factor": 4}, "rope_factor = 4", "needs a rope_scaling"),
     ({"rope_scaling": "ntk", "rope_fraction": 0.0625}, "rope_scaling = ntk", "that is 2"),
-    ({"rope_scaling": "llama3", "low_freq_factor": 1}, "high_freq_factor: missing", "rope_scaling = llama3 needs it"),
+    ({"rope_scaling": "llama3", "low_freq_factor": 1}, "high_freq_factor: missing", "rope_scaling = llama3 needs both"),
+    ({"rope_scaling": "llama3"}, "low_freq_factor, high_freq_factor: missing", "1 and 4"),
+    ({"position": "alibi", "rope_factor": 4}, "rope_factor = 4", 'needs position = "rope"'),
     ({"rope_scaling": "llama3", "low_freq_factor": 4, "high_freq_factor": 1}, "low_freq_factor = 4", "below high_freq_factor"),
     ({"rope_scaling": "longrope", "short_factor": [1], "long_factor": [1]}, "short_factor: 1 numbers", "16 planes"),
     ({"rope_scaling": "dynamic"}, "rope_factor = auto", "give a number"),
@@ -269,7 +271,9 @@ def test_wandb_that_cannot_be_reached_is_named(corpus, here, monkeypatch):
 def test_missing_run_is_named_with_the_nearest(copy, here):
     wrong = str(copy).replace("rope-1", "rop-1")
     for program in (sample, lengths, compare):
-        refused(lambda program=program: program.main([wrong]), f"{wrong}: no run in this folder", f"did you mean {copy}?")
+        refused(lambda program=program: program.main([wrong]), f"{wrong}: no run in this folder", f"did you mean {copy.name}?")
+        refused(lambda program=program: program.main([str(copy.parent)]), "no run in this folder", f"below it are {copy.name}")
+        refused(lambda program=program: program.main([str(copy / "log.jsonl")]), "a file, not a run's folder")
     assert contents(here) == {}
 
 
