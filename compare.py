@@ -42,8 +42,11 @@ def latest(records, axis):
     for record in records:
         points = curves.pop(logs.curve(record), {})
         curves[logs.curve(record)] = points | {record[axis]: record}  # the last measured comes last
-    return {"" if r["scaling"] == "none" else logs.curve_name(r): points for points in curves.values()
-            for r in list(points.values())[-1:]}
+    named = {}
+    for points in curves.values():
+        record = next(iter(points.values()))  # all of a curve have one name
+        named["" if record["scaling"] == "none" else logs.curve_name(record)] = points
+    return named
 
 
 def groups(runs):
@@ -111,19 +114,18 @@ def table(folders):
     for name, members in groups(runs):
         summaries = [run["summary"] for run in members]
         speeds = [[r["tokens_per_second"] for r in run["log"] if "tokens_per_second" in r] for run in members]
-        head = [name, members[0]["config"].position, spread([summaries[0].get("parameters")], 0),
+        head = [members[0]["config"].position, spread([summaries[0].get("parameters")], 0),
                 spread([s.get("final_val_loss") for s in summaries]), spread([s.get("best_val_loss") for s in summaries]),
                 spread([s.get("best_val_bpb") for s in summaries]), spread([statistics.median(s) for s in speeds if s], 0)]
         for number, key in enumerate(sorted({key for run in members for key in run["lengths"]} or {""})):
             curves = [run["lengths"].get(key, {}) for run in members]
             losses = [spread([curve[c]["loss"] for curve in curves if c in curve], 3) for c in contexts]
-            rows.append((head if number == 0 else [f"  {key}", *[""] * 6]) + losses)
-            if number == 0 and key:  # a run that was measured with a scaling alone
-                rows[-1][0] = f"{name} {key}"
+            label = f"{name} {key}".strip()
+            rows.append(([label, *head] if number == 0 else [f"  {key}", *[""] * 6]) + losses)
             if bases is None:
-                bases, base = curves, f"{name} {key}".strip()
+                bases, base = curves, label
             elif comparable:
-                differences.append([f"{name} {key}".strip(), f"- {base}", *(paired(curves, bases, c) for c in contexts)])
+                differences.append([label, f"- {base}", *(paired(curves, bases, c) for c in contexts)])
     return aligned(rows) + ("\n\n" + aligned(differences) if len(differences) > 1 else "")
 
 

@@ -118,6 +118,9 @@ class Attention(nn.Module):
         """(B, T, H + G, D) -> queries (B, H, T, D), keys (B, G, T, D)."""
         return qk.transpose(1, 2).split((self.config.n_head, self.config.kv_heads), 1)
 
+    def past(self, capacity):
+        return Past(capacity, self.config.window)
+
     def mix(self, qk, v, rotation, mask, past):
         q, k = self.split(qk if rotation is None else rotate(qk, rotation))
         if past is not None:
@@ -127,6 +130,9 @@ class Attention(nn.Module):
 
 class LinearAttention(Attention):
     """Attention whose scores are products of features, so that the past is a sum and no mask is needed."""
+
+    def past(self, capacity):
+        return State(capacity)
 
     def mix(self, qk, v, rotation, mask, past):
         features = F.elu(precise(qk)) + 1
@@ -257,9 +263,7 @@ class GPT(nn.Module):
 
     def past(self, capacity):
         """An empty cache for a window of `capacity` tokens."""
-        if self.config.attention == "linear":
-            return [State(capacity) for _ in self.blocks]
-        return [Past(capacity, self.config.window) for _ in self.blocks]
+        return [block.attention.past(capacity) for block in self.blocks]
 
 
 def initialize(module, config, seed):

@@ -71,7 +71,7 @@ class Family:
         given = {"rope_theta": base, **(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})}
         kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
         share = given.pop("partial_rotary_factor", theirs.get("partial_rotary_factor", theirs.get("rotary_pct", self.partial)))
-        values = {"position": "rope", "rope_base": given.pop("rope_theta", 10000.0),
+        values = {"position": "rope", "rope_base": given.pop("rope_theta"),
                   "rope_fraction": share if self.partial else 1.0}
         if kind == "default":
             return values
@@ -222,6 +222,11 @@ class NanoGPT(GPT2):
 FAMILIES = {"gpt2": GPT2, "gpt_neox": NeoX, "llama": Family, "mistral": Mistral, "qwen2": Qwen2, "qwen3": Qwen3, "phi": Phi}
 
 
+def orders(family, config):
+    """-> {module of a block: index of their rows in the order of ours}, of the modules whose rows are permuted."""
+    return {"attention.qkv": family.rows(config), "attention.q_norm": pairs(config), "attention.k_norm": pairs(config)}
+
+
 def modules(family, n_layer):
     """Iterate over (our module, its name within a block or the model, their modules)."""
     for ours, theirs in family.outer.items():
@@ -235,7 +240,7 @@ def to_ours(family, config, weights):
     """{their name: tensor} -> {our name: tensor}."""
     import torch
 
-    rows, turned, made, used = family.rows(config), pairs(config), {}, set()
+    permuted, made, used = orders(family, config), {}, set()
     for ours, kind, theirs in modules(family, config.n_layer):
         for end in ("weight", "bias"):
             parts = [weights[f"{name}.{end}"] for name in theirs if f"{name}.{end}" in weights]
@@ -243,12 +248,11 @@ def to_ours(family, config, weights):
                 continue
             used |= {f"{name}.{end}" for name in theirs}
             tensor = torch.cat([part.T if kind in family.transposed and part.ndim == 2 else part for part in parts])
-            order = {"attention.qkv": rows, "attention.q_norm": turned, "attention.k_norm": turned}.get(kind)
-            if order is not None:
-                if len(tensor) != len(order):
-                    raise UserError(f"{ours}.{end} has {len(tensor)} rows, its configuration says {len(order)}",
+            if kind in permuted:
+                if len(tensor) != len(permuted[kind]):
+                    raise UserError(f"{ours}.{end} has {len(tensor)} rows, its configuration says {len(permuted[kind])}",
                                     "config.json and weights do not belong together")
-                tensor = tensor[order]
+                tensor = tensor[permuted[kind]]
             made[f"{ours}.{end}"] = tensor.float().contiguous()
     left = sorted(name for name in weights if name not in used and not re.fullmatch(BUFFERS, name))
     if left:
@@ -260,7 +264,7 @@ def to_theirs(family, config, weights):
     """{our name: tensor} -> {their name: tensor}; biases that theirs always have and ours lack are zero."""
     import torch
 
-    rows, turned, made = family.rows(config).argsort(), pairs(config).argsort(), {}
+    permuted, made = orders(family, config), {}
     H, G, D = config.n_head, config.kv_heads, config.head_size
     for ours, kind, theirs in modules(family, config.n_layer):
         for end in ("weight", "bias"):
@@ -269,10 +273,8 @@ def to_theirs(family, config, weights):
                 tensor = torch.zeros(weights[f"{ours}.weight"].size(0))
             if tensor is None:
                 continue
-            if kind == "attention.qkv":
-                tensor = tensor[rows]
-            elif kind in ("attention.q_norm", "attention.k_norm"):
-                tensor = tensor[turned]
+            if kind in permuted:
+                tensor = tensor[permuted[kind].argsort()]
             sizes = {1: [tensor.size(0)], 2: [tensor.size(0) // 2] * 2, 3: [H * D, G * D, G * D]}[len(theirs)]
             for name, part in zip(theirs, tensor.split(sizes), strict=True):
                 part = part.T if kind in family.transposed and part.ndim == 2 else part
@@ -414,6 +416,12 @@ def own_tokenizer(folder, kind):
     return None
 
 
+def must_be_free(path, key):
+    """Nothing is ever written over."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path}: exists", f"give another --{key}")
+
+
 def import_model(path, options):
     """Make a run's folder of a foreign model."""
     import run
@@ -421,8 +429,7 @@ def import_model(path, options):
     from data.prepare import prepare
 
     out = Path(options.out_dir or f"out/{Path(path).stem if Path(path).is_file() else Path(path).name}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: exists", "give another --out_dir")
+    must_be_free(out, "out_dir")
     (values, weights), made = load(path)
     if options.tokenizer:
         made = tokenizer.load(prepare(options.dataset, options.tokenizer, 1024) / "tokenizer.json")
@@ -476,8 +483,7 @@ def export(folder, path):
     import run
 
     path = Path(path)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{path}: exists", "give another --export")
+    must_be_free(path, "export")
     restored = run.restore(folder, device="cpu")
     config, weights = restored.trained, restored.model.state_dict()
     problems = {kind: mismatches(config, wanted) for kind, _, wanted in EXPORTS}

@@ -188,8 +188,8 @@ class Hub(Tokenizer):
         kinds = {normalizer["type"], *(part["type"] for part in normalizer.get("normalizers", ()))}
         if kinds - self.NORMALIZERS:
             raise ValueError(f"its normalizer {', '.join(sorted(kinds - self.NORMALIZERS))} changes the text")
-        kinds = json.dumps([state.get("decoder"), state.get("pre_tokenizer")])
-        spell = byte_level if '"ByteLevel"' in kinds else sentence_piece
+        manner = json.dumps([state.get("decoder"), state.get("pre_tokenizer")])
+        spell = byte_level if '"ByteLevel"' in manner else sentence_piece
         tokens = [b""] * (max(vocabulary.values()) + 1)
         for token, i in vocabulary.items():
             tokens[i] = added[token] if token in added else spell(token)
