@@ -14,6 +14,25 @@ from position import POSITIONS, Position
 from rope import precise, rotate
 
 
+class Linear(nn.Linear):
+    """A linear layer. For a few tokens, as in sampling, CPUs spend their time on reading the matrix, and the library for
+    matrix products reads two halves, each a product of a batch, two to three times as fast as the whole."""
+
+    FEW = 16  # tokens
+
+    def forward(self, x):
+        """x (..., in_features) -> (..., out_features)."""
+        tokens, half = x.numel() // self.in_features, self.out_features // 2
+        if tokens > self.FEW or torch.is_grad_enabled() or x.device.type != "cpu":
+            return super().forward(x)
+        flat, odd = x.reshape(tokens, -1), self.out_features % 2
+        halves = (self.weight[:-1] if odd else self.weight).view(2, half, -1)
+        y = torch.bmm(halves, flat.mT.expand(2, -1, -1)).view(2 * half, tokens).mT  # (tokens, out_features)
+        if odd:
+            y = torch.cat((y, flat @ self.weight[-1:].mT), -1)
+        return (y if self.bias is None else y + self.bias).reshape(*x.shape[:-1], -1).contiguous()
+
+
 class Past:
     """Keys and values of one block's tokens so far, `seen` of at most `capacity`, written in place into room that doubles.
 
@@ -94,9 +113,9 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config, C, D = config, config.n_embd, config.head_size
-        self.qkv = nn.Linear(C, (config.n_head + 2 * config.kv_heads) * D,
-                             bias=config.bias if config.qkv_bias is None else config.qkv_bias)
-        self.out = nn.Linear(config.n_head * D, C, bias=config.bias)
+        self.qkv = Linear(C, (config.n_head + 2 * config.kv_heads) * D,
+                          bias=config.bias if config.qkv_bias is None else config.qkv_bias)
+        self.out = Linear(config.n_head * D, C, bias=config.bias)
         if config.qk_norm == "weighted":
             self.q_norm, self.k_norm = (nn.RMSNorm(D, config.norm_eps) for _ in range(2))
 
@@ -154,8 +173,8 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.activation = config.activation
-        self.up = nn.Linear(config.n_embd, config.mlp_width * (2 if self.activation == "swiglu" else 1), bias=config.bias)
-        self.out = nn.Linear(config.mlp_width, config.n_embd, bias=config.bias)
+        self.up = Linear(config.n_embd, config.mlp_width * (2 if self.activation == "swiglu" else 1), bias=config.bias)
+        self.out = Linear(config.mlp_width, config.n_embd, bias=config.bias)
 
     def forward(self, x):
         return self.out(ACTIVATIONS[self.activation](self.up(x)))
@@ -199,7 +218,7 @@ class GPT(nn.Module):
         self.drop = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = norm(config)
-        self.head = nn.Linear(config.n_embd, vocab_size, bias=config.head_bias)
+        self.head = Linear(config.n_embd, vocab_size, bias=config.head_bias)
         if config.tied:
             self.head.weight = self.embed.weight
         initialize(self, config, config.seed)

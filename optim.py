@@ -2,35 +2,85 @@
 import math
 
 import torch
+from torch.optim.adamw import adamw
 
 
-class Muon(torch.optim.Optimizer):
-    """Momentum made orthogonal, for matrices (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+class Optimizer:
+    """Groups of parameters, and of each parameter its moments: what AdamW and Muon share.
 
-    The same update as torch.optim.Muon, which a test holds it to, and many times faster on a CPU: that one works in
-    bfloat16, for which most CPUs have no fast arithmetic, and on one matrix at a time.
+    In place of torch.optim.Optimizer, which imports the compiler whether it is used or not: two seconds of every start.
     """
 
-    def __init__(self, params, lr, weight_decay=0.1, momentum=0.95):
-        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
+    def __init__(self, groups, **defaults):
+        """groups: dictionaries with "params", and what differs from the defaults; "lr" and "weight_decay" must be in one."""
+        self.param_groups = [{**defaults, **group} for group in groups]
+        self.state = {p: {} for group in groups for p in group["params"]}
 
     @torch.no_grad()
     def step(self):
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            shapes = {}
-            for p in group["params"]:
-                if p.grad is not None:
-                    shapes.setdefault(p.shape, []).append(p)
-            for (rows, cols), params in shapes.items():
-                grads = [p.grad for p in params]
-                for p in params:
-                    if "momentum_buffer" not in self.state[p]:
-                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                buffers = [self.state[p]["momentum_buffer"] for p in params]
-                torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-                update = orthogonalize(torch.stack(torch._foreach_lerp(grads, buffers, group["momentum"])))  # Nesterov
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(params, list(update.unbind()), alpha=-group["lr"] * math.sqrt(max(1, rows / cols)))
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self.update(params, [p.grad for p in params], group)
+
+    def moments(self, name, params, shape=None):
+        """-> the tensors of this name, of shape or like their parameters; they start at 0."""
+        for p in params:
+            if name not in self.state[p]:
+                self.state[p][name] = torch.zeros(p.shape if shape is None else shape, device=p.device)
+        return [self.state[p][name] for p in params]
+
+    def zero_grad(self):
+        for p in self.state:
+            p.grad = None
+
+    def state_dict(self):
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return {"groups": settings, "moments": list(self.state.values())}
+
+    def load_state_dict(self, state):
+        """Take up what `state_dict` gave. ValueError if it belongs to other parameters."""
+        for group, settings in zip(self.param_groups, state["groups"], strict=True):
+            group.update(settings)
+        for (p, own), moments in zip(self.state.items(), state["moments"], strict=True):
+            if any(moment.shape not in (p.shape, ()) for moment in moments.values()):
+                raise ValueError(f"moments of a parameter of shape {tuple(p.shape)}")
+            own.update({name: moment.to(p.device) for name, moment in moments.items()})
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2017, arXiv:1711.05101), by torch's fused kernel."""
+
+    def __init__(self, groups, lr, betas, weight_decay):
+        super().__init__(groups, lr=lr, betas=betas, weight_decay=weight_decay)
+
+    def update(self, params, grads, group):
+        beta1, beta2 = group["betas"]
+        adamw(params, grads, self.moments("mean", params), self.moments("square", params), [], self.moments("step", params, ()),
+              fused=params[0].device.type in ("cpu", "cuda", "mps"), amsgrad=False, maximize=False, beta1=beta1, beta2=beta2,
+              lr=group["lr"], weight_decay=group["weight_decay"], eps=1e-8)
+
+
+class Muon(Optimizer):
+    """Momentum made orthogonal, for matrices (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+    The same update as torch.optim.Muon, which a test holds it to, and many times faster on a CPU: that one works in
+    bfloat16, for which most CPUs have no fast arithmetic, and on one matrix at a time. The parameters of a group have one
+    shape; with "rows", each so many of their rows are a matrix of their own.
+    """
+
+    def __init__(self, groups, lr, weight_decay=0.1, momentum=0.95):
+        super().__init__(groups, lr=lr, weight_decay=weight_decay, momentum=momentum, rows=None)
+
+    def update(self, params, grads, group):
+        buffers = self.moments("momentum", params)
+        torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+        x = torch.stack(torch._foreach_lerp(grads, buffers, group["momentum"]))  # Nesterov; (N, rows, columns)
+        rows, columns = group["rows"] or x.size(1), x.size(2)
+        x = orthogonalize(x.view(-1, rows, columns)).view_as(x)
+        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(params, list(x.unbind()), alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
 
 
 def orthogonalize(x, steps=5):
@@ -53,16 +103,23 @@ def orthogonalize(x, steps=5):
 
 
 def build(model, config):
-    """-> optimizers of all parameters: weight decay on matrices, none on vectors, positions and Muon's momentum."""
+    """-> optimizers of all parameters: weight decay on matrices, none on vectors, positions and Muon's momentum.
+
+    With muon_heads, each head of queries, keys and values is a matrix of its own for Muon.
+    """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    blocks = [p for name, p in named if name.startswith("blocks.") and p.ndim == 2]
-    decayed = [p for name, p in named if p.ndim == 2 and not name.startswith(("blocks.", "position."))]
     plain = [p for name, p in named if p.ndim != 2 or name.startswith("position.")]
-    muon = config.optimizer == "muon"
-    groups = [{"params": decayed + ([] if muon else blocks)}, {"params": plain, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, betas=(config.beta1, config.beta2),
-                              weight_decay=config.weight_decay, fused=True)
-    return [adamw] + ([Muon(blocks, config.muon_learning_rate, config.weight_decay, config.muon_momentum)] if muon else [])
+    matrices = [(name, p) for name, p in named if p.ndim == 2 and not name.startswith("position.")]
+    blocks = {}  # the part of a block -> its matrix in every block
+    for name, p in matrices if config.optimizer == "muon" else ():
+        if name.startswith("blocks."):
+            blocks.setdefault(name.split(".", 2)[2], []).append(p)
+    taken = set().union(*blocks.values())
+    groups = [{"params": [p for _, p in matrices if p not in taken]}, {"params": plain, "weight_decay": 0.0}]
+    adamw = AdamW([g for g in groups if g["params"]], config.learning_rate, (config.beta1, config.beta2), config.weight_decay)
+    split = {"attention.qkv.weight": config.head_size} if config.muon_heads else {}
+    groups = [{"params": params, "rows": split.get(part)} for part, params in blocks.items()]
+    return [adamw] + ([Muon(groups, config.muon_learning_rate, config.weight_decay, config.muon_momentum)] if groups else [])
 
 
 def learning_rate(step, config):

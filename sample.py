@@ -44,7 +44,9 @@ def choose(logits, temperature, top_k, top_p, generator):
         ordered, order = probabilities.sort(descending=True)
         beyond = ordered.cumsum(-1) - ordered >= top_p  # the likelier ones have top_p already; the first always stays
         probabilities = probabilities.scatter(1, order, ordered.masked_fill(beyond, 0.0))
-    return torch.multinomial(probabilities, 1, generator=generator)
+    reached = probabilities.cumsum(-1)
+    drawn = torch.rand(len(logits), 1, generator=generator, dtype=torch.float64) * reached[:, -1:]
+    return torch.searchsorted(reached, drawn, right=True).clamp(max=logits.size(-1) - 1)
 
 
 def stream(model, ids, tokens, temperature=1.0, top_k=None, top_p=None, generator=None):

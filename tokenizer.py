@@ -6,6 +6,7 @@ inside a text is ever special: `<|endoftext|>` is encoded like any other charact
 """
 import base64
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -56,14 +57,12 @@ class Char(Tokenizer):
     def __init__(self, characters, separated=False):
         super().__init__([c.encode("utf-8") for c in characters] + [b""] * separated, len(characters) if separated else None)
         self.characters = characters
-        # From code point to id; the slot after the last character answers -1 for all code points beyond it.
-        points = code_points(characters)
-        self.ids = np.full(int(points.max(initial=0)) + 2, -1, dtype=np.int32)
-        self.ids[points] = np.arange(len(points))
+        self.ids = np.full(CODE_POINTS, -1, dtype=np.int32)
+        self.ids[code_points(characters)] = np.arange(len(characters))
 
     def encode(self, text):
         """-> (n,) int32. UserError names characters that the vocabulary lacks."""
-        ids = self.ids[np.minimum(code_points(text), len(self.ids) - 1)]
+        ids = self.ids[code_points(text)]
         if (ids < 0).any():
             unknown = sorted(set(text) - set(self.characters))
             raise UserError(f"characters outside the vocabulary: {' '.join(map(repr, unknown[:10]))}",
@@ -75,9 +74,20 @@ class Char(Tokenizer):
         return {"characters": self.characters, "separated": self.separator is not None}
 
 
+CODE_POINTS = sys.maxunicode + 1
+
+
 def code_points(text):
     """-> (n,) uint32: the number of each character in Unicode."""
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
+
+
+def alphabet(texts):
+    """-> all characters that occur in an iterable of texts, sorted, as one text."""
+    seen = np.zeros(CODE_POINTS, dtype=bool)
+    for text in texts:
+        seen[code_points(text)] = True
+    return "".join(map(chr, np.flatnonzero(seen)))
 
 
 class Byte(Tokenizer):

@@ -94,6 +94,12 @@ def update(model, optimizers, x, y, step, config, autocast):
     return total, norm
 
 
+def compile_blocks(model):
+    """Compile the blocks' forward and backward passes. All have one shape, so the first one's code is found again."""
+    for block in model.blocks:
+        block.compile(dynamic=False)
+
+
 def train(config):
     """Run config to its end, or go on with it. -> exit code."""
     import torch
@@ -114,8 +120,7 @@ def train(config):
     run.load_into(model, optimizers)
     run.begin(data.tokenizer)
     if machine["compile"]:
-        for block in model.blocks:
-            block.compile(dynamic=False)
+        compile_blocks(model)
     print(f"{run.folder}: {config.position} positions, {model.size():,} parameters, {machine['device']}, {machine['dtype']}, "
           f"{'compiled' if machine['compile'] else 'not compiled'}, {machine['threads']} threads"
           + (f", going on at step {run.step}" if run.step else ""))

@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,14 +29,14 @@ if not __package__:  # run as a script: sys.path begins with this folder instead
 from config import fields
 from data.sources import download, file_digest, find
 from options import Options, UserError, build, command, helped, nearest, parse
-from tokenizer import BPE, Byte, Char
+from tokenizer import BPE, Byte, Char, alphabet
 from tokenizer import load as load_tokenizer
 from tokenizer import save as save_tokenizer
 
 ROOT = Path(__file__).resolve().parent  # holds raw/ and prepared/
 FORMAT = 1  # in the key of a prepared folder: raise it when the same text would come out otherwise
 PIECE = 2**20  # characters that one thread encodes at a time, at least
-GROUP = 2**24  # characters in memory at a time
+AHEAD = 2**23  # characters that are encoded before they are written
 BPE_SAMPLE = 2**25  # characters of the training split that byte pairs are learned from
 
 
@@ -70,38 +71,43 @@ def pieces(source):
             yield split, i == 0, text
 
 
-def grouped(items):
-    """Group what `pieces` yields into lists of about GROUP characters."""
-    group, size = [], 0
+def ahead(pool, work, items):
+    """Iterate over (item, work(item)) in order, done in the pool's threads while what came before is written.
+
+    About AHEAD characters are read before they are asked for: a text may be larger than the memory.
+    """
+    waiting, size = deque(), 0
     for item in items:
-        group.append(item)
+        waiting.append((item, pool.submit(work, item)))
         size += len(item[-1])
-        if size >= GROUP:
-            yield group
-            group, size = [], 0
-    yield group
+        while size > AHEAD:
+            done, result = waiting.popleft()
+            size -= len(done[-1])
+            yield done, result.result()
+    for done, result in waiting:
+        yield done, result.result()
 
 
 class Split:
     """A growing file of ids, and what the manifest says about it."""
 
-    def __init__(self, file, tokenizer, dtype):
-        self.file, self.dtype = file, dtype
-        self.separator, self.lengths = tokenizer.separator, tokenizer.byte_lengths()
+    def __init__(self, file, separator):
+        """separator: its id as an array (1,), or None."""
+        self.file, self.separator = file, separator
         self.tokens, self.bytes, self.starts, self.digest = 0, 0, [], hashlib.sha256()
 
-    def append(self, ids, document_starts):
+    def append(self, ids, size, document_starts):
+        """ids (n,) in the dtype of the file; size: UTF-8 bytes that they stand for."""
         if document_starts:
             self.starts.append(self.tokens)
             if self.separator is not None:
-                self.write(np.array([self.separator]))
-        self.bytes += int(self.lengths[ids].sum())
+                self.write(self.separator)
+        self.bytes += size
         self.write(ids)
 
     def write(self, ids):
-        data = ids.astype(self.dtype).tobytes()
-        self.file.write(data)
-        self.digest.update(data)
+        self.file.write(ids)
+        self.digest.update(ids)
         self.tokens += len(ids)
 
     def entry(self):
@@ -110,15 +116,20 @@ class Split:
 
 def tokenize(source, tokenizer, folder, dtype):
     """Write train.bin and val.bin, encoding in as many threads as there are cores. -> their entries in the manifest."""
+    lengths = tokenizer.byte_lengths().astype(np.int32)
+    separator = None if tokenizer.separator is None else np.array([tokenizer.separator], dtype)
+
+    def encode(item):
+        ids = tokenizer.encode(item[-1])
+        return ids.astype(dtype, copy=False), int(lengths[ids].sum(dtype=np.int64))
+
     bar = tqdm(desc=source.name, unit=" characters", unit_scale=True, disable=None, leave=False)
     with (bar, ThreadPoolExecutor(os.cpu_count()) as pool,
           (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val):
-        splits = {"train": Split(train, tokenizer, dtype), "val": Split(val, tokenizer, dtype)}
-        for group in grouped(pieces(source)):
-            encoded = pool.map(tokenizer.encode, [text for _, _, text in group])
-            for (split, document_starts, text), ids in zip(group, encoded, strict=True):
-                splits[split].append(ids, document_starts)
-                bar.update(len(text))
+        splits = {"train": Split(train, separator), "val": Split(val, separator)}
+        for (split, document_starts, text), encoded in ahead(pool, encode, pieces(source)):
+            splits[split].append(*encoded, document_starts)
+            bar.update(len(text))
     return {"train": splits["train"].entry(), "val": splits["val"].entry() | {"starts": splits["val"].starts}}
 
 
@@ -154,10 +165,7 @@ def vocabulary(name, raw):
 
 def make_tokenizer(name, vocab_size, source, raw):
     if name == "char":
-        characters = set()
-        for _, _, text in pieces(source):
-            characters.update(text)
-        return Char("".join(sorted(characters)), source.separated)
+        return Char(alphabet(text for _, _, text in pieces(source)), source.separated)
     if name == "byte":
         return Byte(source.separated)
     if name == "bpe":

@@ -7,6 +7,7 @@ those whose hash says so, about a tenth. A file that the user names is only read
 import ast
 import codecs
 import contextlib
+import functools
 import hashlib
 import io
 import itertools
@@ -90,11 +91,27 @@ def read_text(path):
                 return
 
 
-def span(path, start, stop):
-    """Iterate over the characters start to stop of a file."""
-    for text in read_text(path):
-        yield text[max(start, 0):max(stop, 0)]
-        start, stop = start - len(text), stop - len(text)
+def halves(texts, size):
+    """Cut a text, given in pieces, after `size` characters -> two iterators, to be used one after the other."""
+    texts, rest = iter(texts), []
+
+    def first():
+        left = size
+        for text in texts:
+            yield text[:left]
+            if len(text) > left:
+                rest.append(text[left:])
+                return
+            left -= len(text)
+
+    def second(before):
+        for _ in before:  # what nobody asked for
+            pass
+        yield from rest
+        yield from texts
+
+    before = first()
+    return before, second(before)
 
 
 def file_digest(path):
@@ -201,13 +218,14 @@ def save_documents(texts, count, path):
 
 def file_source(name, path, sha256):
     """A single file is one document; its last tenth is the validation split, as in nanoGPT."""
+    @functools.cache
+    def characters():
+        return sum(map(len, read_text(path)))
+
     def documents():
-        characters = sum(map(len, read_text(path)))
-        if not characters:
+        if not characters():
             raise UserError(f"{path}: empty", "give a file that contains text")
-        train = int((1 - VALIDATION) * characters)
-        yield "train", span(path, 0, train)
-        yield "val", span(path, train, characters)
+        return zip(("train", "val"), halves(read_text(path), int((1 - VALIDATION) * characters())))
 
     return Source(name, sha256, False, documents)
 

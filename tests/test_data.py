@@ -11,6 +11,7 @@ import sys
 import threading
 import types
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -220,9 +221,31 @@ def test_pieces_and_threads_change_nothing(name, tmp_path, monkeypatch):
     whole = tokens_of(prepare(str(path), name, 400, tmp_path / "whole"))
     monkeypatch.setattr(data, "PIECE", 100)
     monkeypatch.setattr(sources, "PIECE", 333)
-    monkeypatch.setattr(data, "GROUP", 700)
+    monkeypatch.setattr(data, "AHEAD", 700)
     cut = tokens_of(prepare(str(path), name, 400, tmp_path / "cut"))
     assert np.array_equal(whole[1], cut[1]) and np.array_equal(whole[2], cut[2]) and whole[3] == cut[3]
+
+
+def test_no_more_is_read_ahead_than_asked_for(monkeypatch):
+    monkeypatch.setattr(data, "AHEAD", 50)
+    read, done = [], 0
+    items = ((len(read), read.append(1), "x" * 10) for _ in range(30))
+    with ThreadPoolExecutor(3) as pool:
+        for item, length in data.ahead(pool, lambda item: len(item[-1]), items):
+            assert item[0] == done and length == 10
+            done += 1
+            assert done <= len(read) <= done + 6
+    assert done == 30
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 6, 7, 14])
+def test_halves_of_a_text_are_its_two_parts(size):
+    pieces = ["abc", "", "def", "ghijklm", "n"]
+    first, second = sources.halves(pieces, size)
+    assert "".join(first) == "abcdefghijklmn"[:size] and "".join(second) == "abcdefghijklmn"[size:]
+    first, second = sources.halves(pieces, size)
+    next(first, None)  # the rest of the first is not asked for
+    assert "".join(second) == "abcdefghijklmn"[size:]
 
 
 def test_every_document_starts_with_a_separator(library, tmp_path):

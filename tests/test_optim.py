@@ -1,4 +1,9 @@
 """Optimizers and the schedule."""
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,7 +18,7 @@ def test_muon_makes_the_update_of_torch(shape):
     generator = torch.Generator().manual_seed(0)
     weights = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(3)]
     theirs = [torch.nn.Parameter(w.detach().clone()) for w in weights]
-    mine = optim.Muon(weights, lr=0.1, weight_decay=0.1)
+    mine = optim.Muon([{"params": weights}], lr=0.1, weight_decay=0.1)
     reference = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.1, momentum=0.95)
     for _ in range(5):
         before = weights[0].detach().clone()
@@ -26,6 +31,78 @@ def test_muon_makes_the_update_of_torch(shape):
         for a, b in zip(weights, theirs):
             assert (a - b).norm() < 0.03 * step
             b.data.copy_(a.data)
+
+
+def test_muon_takes_each_head_of_queries_keys_and_values_as_a_matrix():
+    config = small(n_head=2, n_kv_head=1, n_embd=32, muon_heads=True)
+    model = GPT(config, 23)
+    _, muon = optim.build(model, config)
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    muon.step()
+    for name, p in model.blocks.named_parameters():
+        if p.ndim == 2:
+            step = before["blocks." + name] * (1 - 0.1 * config.muon_learning_rate) - p
+            parts = step.split(16) if name.endswith("qkv.weight") else [step]
+            assert len(parts) == (4 if "qkv" in name else 1)
+            for part in parts:
+                values = torch.linalg.svdvals(part) / config.muon_learning_rate / max(1, part.size(0) / part.size(1)) ** 0.5
+                assert values.min() > 0.3 and values.max() < 1.3
+            if "qkv" in name:  # as a whole it is not orthogonal
+                assert torch.linalg.svdvals(step).max() > 1.3 * config.muon_learning_rate
+
+
+def test_adamw_makes_the_update_of_torch():
+    generator = torch.Generator().manual_seed(0)
+    mine = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((5, 3), (7,))]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in mine]
+    groups = [[{"params": [p[0]]}, {"params": [p[1]], "weight_decay": 0.0}] for p in (mine, theirs)]
+    ours = optim.AdamW(groups[0], lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)
+    reference = torch.optim.AdamW(groups[1], lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, fused=True)
+    for _ in range(5):
+        for a, b in zip(mine, theirs):
+            a.grad = torch.randn(a.shape, generator=generator)
+            b.grad = a.grad.clone()
+        ours.step()
+        reference.step()
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs))
+    ours.zero_grad()
+    assert all(p.grad is None for p in mine)
+
+
+def test_optimizers_go_on_from_their_state():
+    config, generator = small(bias=True), torch.Generator().manual_seed(0)
+    models = [GPT(config, 23) for _ in range(2)]
+    first, second = (optim.build(model, config) for model in models)
+
+    def step(model, optimizers):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    step(models[0], first)
+    models[1].load_state_dict(models[0].state_dict())
+    for a, b in zip(first, second):
+        b.load_state_dict(copy.deepcopy(a.state_dict()))
+    for model, optimizers in zip(models, (first, second)):
+        generator.manual_seed(1)
+        step(model, optimizers)
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters()))
+    other = optim.build(GPT(small(n_embd=64), 23), small(n_embd=64))
+    for a, b in zip(first, other):
+        with pytest.raises(ValueError):
+            b.load_state_dict(a.state_dict())
+
+
+def test_training_does_not_import_the_compiler():
+    """It takes two seconds, and torch.optim's optimizers import it whether it is used or not."""
+    program = ("import sys, torch, optim; from model import GPT; from tests.conftest import small; c = small(); m = GPT(c, 9)\n"
+               "x = torch.zeros(2, 8, dtype=torch.long); m.loss(x, x).backward(); [o.step() for o in optim.build(m, c)]\n"
+               "sys.exit('torch._dynamo' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", program], cwd=Path(optim.__file__).parent, check=False).returncode == 0
 
 
 def test_orthogonalized_matrices_have_singular_values_near_one():
