@@ -148,15 +148,15 @@ def draw_steps(axes, members, style):
         axes.plot([r["step"] for r in val], [r["val_loss"] for r in val], **style, markersize=4)
 
 
-def draw(folders, path):
-    """Loss over steps, over context and over position, for all runs in one picture, with the training length marked."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+def figure(folders):
+    """-> a matplotlib Figure: loss over steps, over context and over position for all runs, the training length marked."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     runs = read_runs(folders)
-    figure, ((steps, by_context), (by_position, legend)) = plt.subplots(2, 2, figsize=(12, 8.4), layout="constrained")
+    made = Figure(figsize=(12, 8.4))
+    (steps, by_context), (by_position, legend) = made.subplots(2, 2)
+    made.subplots_adjust(0.06, 0.06, 0.99, 0.96, 0.15, 0.22)  # a layout that is computed takes as long as the drawing
     handles, number = {}, 0
     for i, (name, members) in enumerate(groups(runs)):
         for j, key in enumerate(dict.fromkeys(key for run in members for key in run["lengths"]) or [""]):
@@ -164,7 +164,7 @@ def draw(folders, path):
                      "marker": MARKERS[number % len(MARKERS)], "linestyle": DASHES[(j + i // len(COLOURS)) % len(DASHES)]}
             number += 1
             label = f"{name} {key}".strip()
-            handles[label] = plt.Line2D([], [], **style, label=label)
+            handles[label] = Line2D([], [], **style, label=label)
             if j == 0:
                 draw_steps(steps, members, style)
             if curves := [run["lengths"][key] for run in members if key in run["lengths"]]:
@@ -190,12 +190,15 @@ def draw(folders, path):
         axes.grid(alpha=0.25)
     legend.axis("off")
     legend.legend(handles=list(handles.values()), loc="upper left", frameon=False)
+    return made
+
+
+def draw(folders, path):
+    """Write the picture of these runs; the ending of the path says in which format."""
     try:
-        figure.savefig(path, dpi=100)
+        figure(folders).savefig(path, dpi=100)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be written", str(error)) from None
-    finally:
-        plt.close(figure)
 
 
 class Compare(Options):

@@ -179,12 +179,8 @@ def test_picture_is_written(name, start, make, tmp_path, capsys):
     assert (tmp_path / name).read_bytes().startswith(start) and f"picture: {tmp_path / name}" in capsys.readouterr().out
 
 
-def test_picture_has_the_curves_and_the_training_length(make, tmp_path, monkeypatch):
-    from matplotlib import pyplot as plt
-
-    monkeypatch.setattr(plt, "close", lambda figure: None)
-    compare.draw([make("rope-1"), make("learned-1", position="learned")], tmp_path / "x.png")
-    left, right, positions, legend = plt.gcf().axes
+def test_picture_has_the_curves_and_the_training_length(make):
+    left, right, positions, legend = compare.figure([make("rope-1"), make("learned-1", position="learned")]).axes
     assert [t.get_text() for t in legend.get_legend().get_texts()] == ["rope-1", "learned-1"]
     assert [a.get_text() for a in positions.texts] == ["trained at 32"]
     assert [line.get_ydata().tolist() for line in left.lines[1::2]] == [[3.1, 2.0]] * 2
@@ -197,13 +193,9 @@ def test_picture_has_the_curves_and_the_training_length(make, tmp_path, monkeypa
 
 @pytest.mark.parametrize("name", ["x.unknown", "no/such/folder/x.png", "rope-1.png"])
 def test_picture_that_cannot_be_written_is_named(name, make, tmp_path):
-    from matplotlib import pyplot as plt
-
-    before = plt.get_fignums()
     (tmp_path / "rope-1.png").mkdir()
     with pytest.raises(UserError, match="cannot be written"):
         compare.main([str(make("rope-1")), "--picture", str(tmp_path / name)])
-    assert plt.get_fignums() == before
 
 
 def test_picture_without_an_ending_is_where_the_program_says(make, tmp_path, capsys):
@@ -211,12 +203,8 @@ def test_picture_without_an_ending_is_where_the_program_says(make, tmp_path, cap
     assert Path(capsys.readouterr().out.splitlines()[-1].removeprefix("picture: ")).is_file()
 
 
-def test_picture_has_the_loss_by_position(run_folder, tmp_path, monkeypatch):
-    from matplotlib import pyplot as plt
-
-    monkeypatch.setattr(plt, "close", lambda figure: None)
-    compare.draw([run_folder], tmp_path / "x.png")
-    line = plt.gcf().axes[2].lines[0]
+def test_picture_has_the_loss_by_position(run_folder):
+    line = compare.figure([run_folder]).axes[2].lines[0]
     records = logs.read(run_folder, "positions.jsonl")
     assert line.get_xdata().tolist() == [r["position"] + 1 for r in records]
     assert line.get_ydata().tolist() == [r["loss"] for r in records]
