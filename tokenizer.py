@@ -148,7 +148,9 @@ class BPE(Tokenizer):
         ranks = {token: i for i, token in enumerate(tokens) if token}
         if not all(bytes([b]) in ranks for b in range(256)):
             raise ValueError("a byte-pair vocabulary must contain the 256 bytes")
-        self.engine = tiktoken.Encoding("positions", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        # One special token, which is never allowed: without any, tiktoken looks for the empty string at every character.
+        self.engine = tiktoken.Encoding("positions", pat_str=pattern, mergeable_ranks=ranks,
+                                        special_tokens={"<|endoftext|>": len(tokens)})
 
     @classmethod
     def named(cls, encoding):
