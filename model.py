@@ -26,7 +26,7 @@ class Linear(nn.Linear):
         if tokens > self.FEW or torch.is_grad_enabled() or x.device.type != "cpu":
             return super().forward(x)
         flat, odd = x.reshape(tokens, -1), self.out_features % 2
-        halves = (self.weight[:-1] if odd else self.weight).view(2, half, -1)
+        halves = (self.weight[:-1] if odd else self.weight).view(2, half, self.in_features)
         y = torch.bmm(halves, flat.mT.expand(2, -1, -1)).view(2 * half, tokens).mT  # (tokens, out_features)
         if odd:
             y = torch.cat((y, flat @ self.weight[-1:].mT), -1)

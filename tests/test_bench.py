@@ -35,7 +35,7 @@ def fast():
 
 def test_rows_say_how_many_times_faster_or_longer():
     row = bench.faster("what", "against", 3, fast, slow, pairs=3)
-    assert 3 < row.value <= 10 and row.met and row.ours < row.theirs
+    assert 3 < row.value < 20 and row.met and row.ours < row.theirs
     row = bench.costs("what", "against", 3, fast, slow, pairs=3, times=2)
     assert row.value < 0.2 and row.met
     row = bench.costs("what", "against", 3, slow, fast, pairs=3)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import GPT
+from model import GPT, Linear
 from tests.conftest import small
 from tests.test_position import VOCABULARY, model, tokens
 
@@ -268,3 +268,19 @@ def test_parallel_block_reads_the_same_input_twice():
     rotation = made.position(torch.arange(5), 5)[1]
     expected = x + block.attention(block.norm1(x), rotation, None) + block.mlp(block.norm2(x))
     torch.testing.assert_close(block(x, rotation, None), expected)
+
+
+# Layers for a few tokens
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("out", [1, 2, 7, 12])
+def test_a_few_tokens_times_a_matrix_are_what_many_are(out, bias):
+    layer = Linear(5, out, bias=bias).double()
+    x = torch.randn(3, 2 * Linear.FEW, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole = layer(x)
+        for shape in ((1, 1), (3, 1), (1, 7), (2, Linear.FEW // 2)):
+            part = layer(x[:shape[0], :shape[1]])
+            assert part.is_contiguous() and torch.allclose(part, whole[:shape[0], :shape[1]], atol=1e-12)
+        assert torch.allclose(layer(x[:3, :4].transpose(0, 1)), whole[:3, :4].transpose(0, 1), atol=1e-12)
