@@ -1,6 +1,6 @@
 """How fast the programs are: every row against a reference, the two in turn (A B A B ...), in one run of this program.
 
-    python bench.py                          # all rows but speedrun and encodings: some minutes
+    python bench.py                          # all rows but speedrun and encodings: half an hour
     python bench.py step rope --pairs 11     # rows by name
     python bench.py speedrun --dataset shakespeare
     python bench.py step encodings --device cuda
@@ -14,7 +14,6 @@ import json
 import math
 import multiprocessing
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -28,23 +27,24 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 import torch
-from pydantic import Field, create_model
+from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
 import lengths
+import logs
 import optim
 import pretrained
 import run
 import sample
 import train
 from batches import gather, load_data
-from config import Config, fields
+from config import Config
 from data.prepare import prepare, read
 from data.sources import find
 from model import GPT
 from options import Options, UserError, build, command, helped, nearest, parse
-from position import RoPE
+from position import POSITIONS, RoPE
 from rope import rotate
 
 HERE = Path(__file__).parent
@@ -78,9 +78,18 @@ class Row:
 # Two sides in turn
 
 
+def held():
+    """-> the most gigabytes that this process has held, where the system tells (Linux)."""
+    # What getrusage says is inherited from the process that started this one.
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) / 2**20
+    return math.nan
+
+
 def side_by_side(ours, theirs, pairs):
     """ours, theirs: functions that return the work to be timed -> [(seconds of ours, seconds of theirs)], and of ours the
-    seconds of the first call, which compiles and warms up and does not count, and the gigabytes after it."""
+    seconds of the first call, which compiles and warms up and does not count, and the most gigabytes held until then."""
     def timed(work):
         before = time.perf_counter()
         work()
@@ -88,7 +97,7 @@ def side_by_side(ours, theirs, pairs):
 
     mine = ours()
     first = timed(mine)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**(30 if sys.platform == "darwin" else 20)
+    memory = held()
     reference = theirs()
     reference()
     return [(timed(mine), timed(reference)) for _ in range(pairs)], first, memory
@@ -96,7 +105,8 @@ def side_by_side(ours, theirs, pairs):
 
 def in_turn(ours, theirs, pairs, times=1):
     """-> (median seconds of ours, of `times` times theirs, median ratio of the pairs, seconds of ours' first call, gigabytes of
-    ours), all in a process of their own: what a row sets up, imports and caches changes no other row."""
+    ours), all in a process of their own: what a row sets up, imports and caches changes no other row. Both sides share it, and
+    with it what run.set_up sets: a process for each would differ by more than what is measured."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         measured, *once = process.submit(side_by_side, ours, theirs, pairs).result()
     mine, reference = zip(*((x, times * y) for x, y in measured))
@@ -224,13 +234,13 @@ def waiting(work, device):
     """work(), over when the device is done with it."""
     def done():
         work()
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
+        if device != "cpu":
+            getattr(torch, device.partition(":")[0]).synchronize()
     return done
 
 
 def our_step(device, compiled, count, **shape):
-    """-> `count` iterations of training as train.py does them."""
+    """-> `count` updates as train.py does them, on a batch that stays."""
     run.set_up(torch.get_num_threads())
     config = config_of(grad_clip=1.0, **shape)
     model = GPT(config, VOCABULARY).to(device).train()
@@ -238,6 +248,8 @@ def our_step(device, compiled, count, **shape):
     x, y = (ids_of((config.batch_size, config.block_size), device) for _ in range(2))
     autocast = torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=device.startswith("cuda"))
     if compiled:
+        if lacking := run.missing_for_compiling(device):
+            raise UserError(f"compiling: there is no {lacking}", "install it")
         from torch._inductor import config as inductor
 
         inductor.force_disable_caches = True  # or what an earlier run compiled is found again
@@ -245,13 +257,11 @@ def our_step(device, compiled, count, **shape):
     return waiting(lambda: [train.update(model, optimizers, x, y, 0, config, autocast) for _ in range(count)], device)
 
 
-def plain_step(device, compiled, count, n_layer, n_head, n_embd, block_size, batch_size):
+def plain_step(device, count, n_layer, n_head, n_embd, block_size, batch_size):
     model = plain_model(VOCABULARY, n_layer, n_head, n_embd, block_size).to(device)
     optimizer = plain_optimizer(model, 1e-3, device.startswith("cuda"))
     x, y = (ids_of((batch_size, block_size), device) for _ in range(2))
-    loss = torch.compile(model) if compiled else model
-    if device.startswith("cuda"):
-        loss = torch.autocast("cuda", torch.bfloat16)(loss)
+    loss = torch.autocast("cuda", torch.bfloat16)(model) if device.startswith("cuda") else model
     return waiting(lambda: [plain_update(model, loss, optimizer, x, y) for _ in range(count)], device)
 
 
@@ -271,15 +281,15 @@ def cloning():
 
 
 def sampling(device, context, samples, tokens):
-    """-> `samples` texts of `tokens` tokens with the cache, as sample.py does them."""
-    model = GPT(config_of(**MEDIUM | {"block_size": context}), VOCABULARY).to(device).eval()
+    """-> `samples` texts of `tokens` tokens with the cache, as sample.py does them; learned positions end at the context."""
+    model = GPT(config_of(**MEDIUM | {"block_size": context, "position": "learned"}), VOCABULARY).to(device).eval()
     start = ids_of((samples, 1), device)
     return waiting(lambda: list(sample.stream(model, start, tokens, generator=torch.Generator().manual_seed(0))), device)
 
 
 def recomputing(device, context, tokens, every):
-    """-> each `every`-th of the steps that sample the same without a cache, the whole window for each token."""
-    model = GPT(config_of(**MEDIUM | {"block_size": context}), VOCABULARY).to(device).eval()
+    """-> each `every`-th of the steps that sample without a cache, the whole window of `context` tokens for each token."""
+    model = GPT(config_of(**MEDIUM | {"block_size": context, "position": "learned"}), VOCABULARY).to(device).eval()
     text, generator = ids_of((1, tokens), device), torch.Generator().manual_seed(0)
 
     def steps():
@@ -338,7 +348,7 @@ def forward(position):
 
     def passes():
         with torch.no_grad():
-            for size in (int(256 * multiple) for multiple in lengths.MULTIPLES):
+            for size in (int(model.config.unit * multiple) for multiple in lengths.MULTIPLES):
                 for end in ends:
                     model(torch.from_numpy(gather(data.val, [end - size], size)[0]))
     return passes
@@ -408,7 +418,7 @@ def starting(options):
 def step(options):
     for name, shape, count in (("4 x 128, 12 x 64", SMALL, 10), ("6 x 384, 4 x 256", MEDIUM, 2)):
         ours = {**shape, "position": "learned", "optimizer": "adamw"}
-        plain = partial(plain_step, options.device, False, count, *[shape[key] for key in SMALL])
+        plain = partial(plain_step, options.device, count, *[shape[key] for key in SMALL])
         for compiled, limit in ((False, 1.1), (True, 1.5)):
             sides = partial(our_step, options.device, compiled, count, **ours), plain
             a, b, ratio, first, _ = in_turn(*sides, options.pairs)
@@ -471,8 +481,10 @@ def preparation(options):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "text.txt")
         source = "".join(part for _, texts in find("stdlib", Path(folder)).documents() for part in texts)
-        path.write_text(source * math.ceil(options.megabytes * 10**6 / len(source.encode())), encoding="utf-8")
-        for tokenizer, against in (("gpt2", "tiktoken's batch encoding"), ("byte", NUMPY), ("char", NUMPY)):
+        with path.open("w", encoding="utf-8") as file:
+            for _ in range(math.ceil(options.megabytes * 10**6 / len(source.encode()))):
+                file.write(source)
+        for tokenizer, against in (("byte", NUMPY), ("char", NUMPY), ("gpt2", "tiktoken's batch encoding")):
             sides = partial(preparing, path, tokenizer), partial(tokenizing, path, tokenizer)
             a, b, ratio, _, memory = in_turn(*sides, options.pairs)
             yield Row(f"preparing {options.megabytes} MB, {tokenizer}", against, a, b, 1 / ratio, ">=", 0.9)
@@ -481,23 +493,29 @@ def preparation(options):
 
 def speedrun(options):
     prepared = prepare(options.dataset, "char", 1024)
+    if read(prepared)[-1]["vocab_size"] != 65:
+        raise UserError(f"dataset = {options.dataset}: not tiny Shakespeare", "its loss means nothing for another text")
     with tempfile.TemporaryDirectory() as out:
         ours = partial(program, "train.py", "configs/cpu_speedrun.toml", "--dataset", options.dataset, "--target_val_loss",
                        "1.8857", "--out_dir", f"{out}/run", "--overwrite")
         plain = partial(program, "-c", f"import bench; bench.plain_training({str(prepared)!r}, {out!r})")
-        yield faster("speedrun to 1.8857, whole process", "nanoGPT's 2,000 iterations, written plainly", 6, ours, plain,
+        row = faster("speedrun to 1.8857, whole process", "nanoGPT's 2,000 iterations, written plainly", 6, ours, plain,
                      pairs=options.pairs)
+        if (loss := logs.read_summary(f"{out}/run")["final_val_loss"]) > 1.8857:
+            raise UserError(f"speedrun: ended at {loss:.4f}, above 1.8857", "rounding differs between machines: another --seed")
+        yield row
 
 
 NUMPY = "numpy, from file to file, the same digests"
 ROWS = {"start": starting, "step": step, "rope": rope_cost, "encodings": encodings, "rotate": rotating, "sampling": sampled,
         "imported": imported, "curves": curves, "linear": linear, "prepare": preparation, "speedrun": speedrun}
-POSITIONS = Config.model_fields["position"].annotation.__args__
 
 
-class Bench(create_model("Fields", __base__=Options, **fields(("dataset",)))):
+class Bench(Options):
+    dataset: str = Field("shakespeare", min_length=1)
+    """Text of the speedrun: tiny Shakespeare, by its name or path."""
     device: str = Field("cpu", pattern=r"^(cpu|mps|cuda(:\d+)?)$")
-    """cpu, cuda, cuda:N or mps, for the rows step, rope and sampling."""
+    """cpu, cuda, cuda:N or mps, for the rows step, rope, encodings and sampling."""
     pairs: int = Field(5, ge=1, le=1000)
     """Times that both sides are measured, in turn."""
     megabytes: int = Field(100, ge=1, le=10**6)
@@ -513,17 +531,19 @@ def main(argv):
     for name in names:
         if name not in ROWS:
             raise UserError(f"{name}: no such row", nearest(name, list(ROWS)))
-    rows = []
+    run.available(options.device)
+    output, rows = Path(options.json_file or os.devnull), []
+    if not output.parent.is_dir():
+        raise UserError(f"json_file = {output}: no such folder", "give the path of a file in a folder that is there")
     print(f"{'':46}{'ours':>10}{'reference':>11}{'':>10}{'asked':>10}")
     for name in names or [name for name in ROWS if name not in ("speedrun", "encodings")]:
         try:
             for row in ROWS[name](options):
                 rows.append({"row": name, **asdict(row), "met": row.met})
                 print(row, flush=True)
-        except UserError as error:  # a vocabulary that only a network has, for example
-            print(f"{name}: not measured: {error.problem}", flush=True)
-    if options.json_file:
-        Path(options.json_file).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        except (UserError, ImportError) as error:  # a vocabulary that only a network has, for example
+            print(f"{name}: not measured: {error.problem if isinstance(error, UserError) else error}", flush=True)
+        output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

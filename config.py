@@ -157,7 +157,7 @@ class Config(Options):
     muon_momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of muon; short runs want less than the usual 0.95."""
     muon_heads: bool = False
-    """muon takes each head of queries, keys and values as a matrix of its own: cheaper, and often better."""
+    """muon takes each head of queries, keys and values as a matrix of its own, which is cheaper."""
     min_lr: float = Field(0.0, ge=0)
     """Where learning_rate ends."""
     lr_decay: Literal["cosine", "linear"] = "linear"

@@ -15,22 +15,22 @@ from rope import precise, rotate
 
 
 class Linear(nn.Linear):
-    """A linear layer. For a few tokens, as in sampling, CPUs spend their time on reading the matrix, and the library for
-    matrix products reads two halves, each a product of a batch, two to three times as fast as the whole."""
+    """A linear layer. For a few tokens, as in sampling, a CPU spends its time on reading the matrix, and MKL, which torch
+    takes for products there, reads two halves as a batch up to three times as fast as the whole (docs/performance.md)."""
 
-    FEW = 16  # tokens
+    FEW = 16  # tokens, up to which this was measured
 
     def forward(self, x):
         """x (..., in_features) -> (..., out_features)."""
         tokens, half = x.numel() // self.in_features, self.out_features // 2
         if tokens > self.FEW or torch.is_grad_enabled() or x.device.type != "cpu":
             return super().forward(x)
-        flat, odd = x.reshape(tokens, -1), self.out_features % 2
+        flat, odd = x.reshape(tokens, self.in_features), self.out_features % 2
         halves = (self.weight[:-1] if odd else self.weight).view(2, half, self.in_features)
         y = torch.bmm(halves, flat.mT.expand(2, -1, -1)).view(2 * half, tokens).mT  # (tokens, out_features)
         if odd:
             y = torch.cat((y, flat @ self.weight[-1:].mT), -1)
-        return (y if self.bias is None else y + self.bias).reshape(*x.shape[:-1], -1).contiguous()
+        return (y if self.bias is None else y + self.bias.type_as(y)).reshape(*x.shape[:-1], self.out_features).contiguous()
 
 
 class Past:

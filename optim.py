@@ -8,13 +8,14 @@ from torch.optim.adamw import adamw
 class Optimizer:
     """Groups of parameters, and of each parameter its moments: what AdamW and Muon share.
 
-    In place of torch.optim.Optimizer, which imports the compiler whether it is used or not: two seconds of every start.
+    A kind of optimizer has `start(p)` -> the moments {name: tensor} that a parameter begins with, and `update(params, grads,
+    group)`. In place of torch.optim.Optimizer, which imports the compiler whether it is used or not: two seconds of a start.
     """
 
     def __init__(self, groups, **defaults):
-        """groups: dictionaries with "params", and what differs from the defaults; "lr" and "weight_decay" must be in one."""
+        """groups: dictionaries with "params", and what differs from the defaults."""
         self.param_groups = [{**defaults, **group} for group in groups]
-        self.state = {p: {} for group in groups for p in group["params"]}
+        self.state = {p: self.start(p) for group in groups for p in group["params"]}
 
     @torch.no_grad()
     def step(self):
@@ -24,11 +25,7 @@ class Optimizer:
             if params:
                 self.update(params, [p.grad for p in params], group)
 
-    def moments(self, name, params, shape=None):
-        """-> the tensors of this name, of shape or like their parameters; they start at 0."""
-        for p in params:
-            if name not in self.state[p]:
-                self.state[p][name] = torch.zeros(p.shape if shape is None else shape, device=p.device)
+    def moments(self, name, params):
         return [self.state[p][name] for p in params]
 
     def zero_grad(self):
@@ -36,17 +33,18 @@ class Optimizer:
             p.grad = None
 
     def state_dict(self):
-        settings = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return {"groups": settings, "moments": list(self.state.values())}
+        """-> the moments of all parameters, in order. Rates and the like are not state: they come from the config."""
+        return list(self.state.values())
 
     def load_state_dict(self, state):
-        """Take up what `state_dict` gave. ValueError if it belongs to other parameters."""
-        for group, settings in zip(self.param_groups, state["groups"], strict=True):
-            group.update(settings)
-        for (p, own), moments in zip(self.state.items(), state["moments"], strict=True):
-            if any(moment.shape not in (p.shape, ()) for moment in moments.values()):
-                raise ValueError(f"moments of a parameter of shape {tuple(p.shape)}")
-            own.update({name: moment.to(p.device) for name, moment in moments.items()})
+        """Take up what `state_dict` gave. ValueError if it belongs to other parameters or another optimizer."""
+        for own, moments in zip(self.state.values(), state, strict=True):
+            if not isinstance(moments, dict) or own.keys() != moments.keys():
+                raise ValueError(f"moments other than {', '.join(own)}")
+            for name, moment in own.items():
+                if getattr(moments[name], "shape", None) != moment.shape:
+                    raise ValueError(f"{name} is not of the shape {tuple(moment.shape)}")
+                moment.copy_(moments[name])
 
 
 class AdamW(Optimizer):
@@ -55,11 +53,14 @@ class AdamW(Optimizer):
     def __init__(self, groups, lr, betas, weight_decay):
         super().__init__(groups, lr=lr, betas=betas, weight_decay=weight_decay)
 
+    def start(self, p):
+        return {"step": torch.zeros((), device=p.device), "mean": torch.zeros_like(p), "square": torch.zeros_like(p)}
+
     def update(self, params, grads, group):
         beta1, beta2 = group["betas"]
-        adamw(params, grads, self.moments("mean", params), self.moments("square", params), [], self.moments("step", params, ()),
-              fused=params[0].device.type in ("cpu", "cuda", "mps"), amsgrad=False, maximize=False, beta1=beta1, beta2=beta2,
-              lr=group["lr"], weight_decay=group["weight_decay"], eps=1e-8)
+        adamw(params, grads, *(self.moments(name, params) for name in ("mean", "square")), [], self.moments("step", params),
+              fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=group["lr"],
+              weight_decay=group["weight_decay"], eps=1e-8)
 
 
 class Muon(Optimizer):
@@ -73,12 +74,15 @@ class Muon(Optimizer):
     def __init__(self, groups, lr, weight_decay=0.1, momentum=0.95):
         super().__init__(groups, lr=lr, weight_decay=weight_decay, momentum=momentum, rows=None)
 
+    def start(self, p):
+        return {"momentum": torch.zeros_like(p)}
+
     def update(self, params, grads, group):
         buffers = self.moments("momentum", params)
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         x = torch.stack(torch._foreach_lerp(grads, buffers, group["momentum"]))  # Nesterov; (N, rows, columns)
         rows, columns = group["rows"] or x.size(1), x.size(2)
-        x = orthogonalize(x.view(-1, rows, columns)).view_as(x)
+        x = orthogonalize(x.view(-1, rows, columns)).reshape(x.shape)
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(params, list(x.unbind()), alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
 
@@ -107,15 +111,15 @@ def build(model, config):
 
     With muon_heads, each head of queries, keys and values is a matrix of its own for Muon.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    plain = [p for name, p in named if p.ndim != 2 or name.startswith("position.")]
-    matrices = [(name, p) for name, p in named if p.ndim == 2 and not name.startswith("position.")]
-    blocks = {}  # the part of a block -> its matrix in every block
-    for name, p in matrices if config.optimizer == "muon" else ():
-        if name.startswith("blocks."):
+    plain, decayed, blocks = [], [], {}  # blocks: the part of a block -> its matrix in every block
+    for name, p in model.named_parameters():
+        if p.ndim != 2 or name.startswith("position."):
+            plain.append(p)
+        elif config.optimizer == "muon" and name.startswith("blocks."):
             blocks.setdefault(name.split(".", 2)[2], []).append(p)
-    taken = set().union(*blocks.values())
-    groups = [{"params": [p for _, p in matrices if p not in taken]}, {"params": plain, "weight_decay": 0.0}]
+        else:
+            decayed.append(p)
+    groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
     adamw = AdamW([g for g in groups if g["params"]], config.learning_rate, (config.beta1, config.beta2), config.weight_decay)
     split = {"attention.qkv.weight": config.head_size} if config.muon_heads else {}
     groups = [{"params": params, "rows": split.get(part)} for part, params in blocks.items()]

@@ -36,6 +36,9 @@ def resolve(config):
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "float32"
     compiled = config.compile if config.compile != "auto" else worth_compiling(config, device)
+    if compiled and (lacking := missing_for_compiling(device)):
+        print(f"not compiled: there is no {lacking}")
+        compiled = False
     return {"device": device, "dtype": dtype, "compile": compiled, "threads": config.threads or torch.get_num_threads()}
 
 
@@ -48,13 +51,22 @@ def available(device):
 
 
 def worth_compiling(config, device):
-    """On a GPU, or on a CPU where training is long enough to win back the compiler's time; where there is a compiler."""
+    """On a GPU, or on a CPU where training is long enough to win back the compiler's time."""
     if device != "cpu":
-        return device.startswith("cuda") and importlib.util.find_spec("triton") is not None
+        return device.startswith("cuda")
     tokens = config.max_iters * config.batch_size * config.gradient_accumulation_steps * config.block_size
-    long = 6 * 12 * config.n_layer * config.n_embd**2 * tokens > 5e13
-    return (long and any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
-            and Path(sysconfig.get_path("include"), "Python.h").exists())
+    return 6 * 12 * config.n_layer * config.n_embd**2 * tokens > 5e13
+
+
+def missing_for_compiling(device):
+    """-> what torch.compile needs and this machine does not have, or None."""
+    if device.startswith("cuda") and importlib.util.find_spec("triton") is None:
+        return "triton"
+    if device == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")):
+        return "C++ compiler"
+    if device == "cpu" and not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python.h (the package python3-dev)"
+    return None
 
 
 def set_up(threads):
@@ -145,7 +157,7 @@ def restore(folder, checkpoint="best", **changes):
     if Path(trained.tokenizer).name == "tokenizer.json":  # that of the folder, wherever it is now
         changes = {"tokenizer": str(folder / "tokenizer.json"), **changes}
     config = build(Config, with_changes(trained, changes))
-    resolved = resolve(config)
+    resolved = resolve(config.model_copy(update={"compile": False}))  # that is for training
     set_up(resolved["threads"])
     content = load(folder / f"{checkpoint}.pt")
     text = tokenizer.load(folder / "tokenizer.json")

@@ -34,6 +34,8 @@ def choose(logits, temperature, top_k, top_p, generator):
     import torch
 
     logits = logits.double().cpu()
+    if not logits.isfinite().all():
+        raise UserError("the model's output is not finite", "its weights are; try --checkpoint best, or train it again")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature
@@ -46,7 +48,7 @@ def choose(logits, temperature, top_k, top_p, generator):
         probabilities = probabilities.scatter(1, order, ordered.masked_fill(beyond, 0.0))
     reached = probabilities.cumsum(-1)
     drawn = torch.rand(len(logits), 1, generator=generator, dtype=torch.float64) * reached[:, -1:]
-    return torch.searchsorted(reached, drawn, right=True).clamp(max=logits.size(-1) - 1)
+    return torch.searchsorted(reached, drawn, right=True)  # the first that reaches beyond; never one of probability 0
 
 
 def stream(model, ids, tokens, temperature=1.0, top_k=None, top_p=None, generator=None):

@@ -36,7 +36,7 @@ from tokenizer import save as save_tokenizer
 ROOT = Path(__file__).resolve().parent  # holds raw/ and prepared/
 FORMAT = 1  # in the key of a prepared folder: raise it when the same text would come out otherwise
 PIECE = 2**20  # characters that one thread encodes at a time, at least
-AHEAD = 2**23  # characters that are encoded before they are written
+AHEAD = 2 * PIECE * (os.cpu_count() or 1)  # characters that are encoded before they are written
 BPE_SAMPLE = 2**25  # characters of the training split that byte pairs are learned from
 
 

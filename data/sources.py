@@ -91,7 +91,7 @@ def read_text(path):
                 return
 
 
-def halves(texts, size):
+def cut(texts, size):
     """Cut a text, given in pieces, after `size` characters -> two iterators, to be used one after the other."""
     texts, rest = iter(texts), []
 
@@ -225,7 +225,7 @@ def file_source(name, path, sha256):
     def documents():
         if not characters():
             raise UserError(f"{path}: empty", "give a file that contains text")
-        return zip(("train", "val"), halves(read_text(path), int((1 - VALIDATION) * characters())))
+        return zip(("train", "val"), cut(read_text(path), int((1 - VALIDATION) * characters())))
 
     return Source(name, sha256, False, documents)
 

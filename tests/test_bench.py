@@ -49,20 +49,24 @@ def test_rows_are_printed_and_written(tmp_path, capsys, monkeypatch):
     assert written["row"] == "linear" and written["met"] and f"{written['value']:.2f} x" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv, words", [(["speedrnu"], "did you mean speedrun?"), (["step", "--pairs", "0"], "pairs = 0")])
+@pytest.mark.parametrize("argv, words", [
+    (["speedrnu"], "did you mean speedrun?"), (["step", "--pairs", "0"], "pairs = 0"),
+    (["step", "--device", "cuda:9"], "not on this machine"), (["step", "--json_file", "no/such/x.json"], "no such folder")])
 def test_bad_rows_are_named(argv, words):
     refused(lambda: bench.main(argv), words)
 
 
 @pytest.mark.parametrize("position", bench.POSITIONS)
-def test_both_sides_of_a_length_curve_are_made(position, monkeypatch):
-    monkeypatch.setattr(bench, "LONG", {"length_windows": 2, "n_layer": 1, "n_embd": 8, "n_head": 2})
-    assert callable(bench.curve(position)) and callable(bench.forward(position))
+def test_both_sides_of_a_length_curve_run(position, corpus, monkeypatch):
+    monkeypatch.setattr(bench, "LONG", {"length_windows": 2, "n_layer": 1, "n_embd": 8, "n_head": 2, "block_size": 8,
+                                        "dataset": str(corpus), "tokenizer": "char"})
+    bench.curve(position)()
+    bench.forward(position)()
 
 
 @pytest.mark.parametrize("work", [
     partial(bench.our_step, "cpu", False, 1, **bench.SMALL | {"block_size": 8}), partial(bench.linear_attention, 130, 1),
-    partial(bench.plain_step, "cpu", False, 1, 1, 2, 16, 8, 2), partial(bench.sampling, "cpu", 16, 2, 3),
+    partial(bench.plain_step, "cpu", 1, 1, 2, 16, 8, 2), partial(bench.sampling, "cpu", 16, 2, 3),
     partial(bench.recomputing, "cpu", 16, 5, 2)])
 def test_work_that_is_timed_runs(work):
     work()()

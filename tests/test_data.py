@@ -239,11 +239,11 @@ def test_no_more_is_read_ahead_than_asked_for(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 6, 7, 14])
-def test_halves_of_a_text_are_its_two_parts(size):
+def test_a_text_is_cut_into_its_two_parts(size):
     pieces = ["abc", "", "def", "ghijklm", "n"]
-    first, second = sources.halves(pieces, size)
+    first, second = sources.cut(pieces, size)
     assert "".join(first) == "abcdefghijklmn"[:size] and "".join(second) == "abcdefghijklmn"[size:]
-    first, second = sources.halves(pieces, size)
+    first, second = sources.cut(pieces, size)
     next(first, None)  # the rest of the first is not asked for
     assert "".join(second) == "abcdefghijklmn"[size:]
 

@@ -283,4 +283,5 @@ def test_a_few_tokens_times_a_matrix_are_what_many_are(out, bias):
         for shape in ((1, 1), (3, 1), (1, 7), (2, Linear.FEW // 2)):
             part = layer(x[:shape[0], :shape[1]])
             assert part.is_contiguous() and torch.allclose(part, whole[:shape[0], :shape[1]], atol=1e-12)
+        assert layer(x[:0]).shape == (0, 2 * Linear.FEW, out)
         assert torch.allclose(layer(x[:3, :4].transpose(0, 1)), whole[:3, :4].transpose(0, 1), atol=1e-12)

@@ -97,6 +97,30 @@ def test_optimizers_go_on_from_their_state():
             b.load_state_dict(a.state_dict())
 
 
+@pytest.mark.parametrize("damage", [lambda m: None, lambda m: [], lambda m: {}, lambda m: {"exp_avg": m["mean"], **m},
+                                    lambda m: {**m, "mean": 0.5}, lambda m: {**m, "mean": torch.zeros(())},
+                                    lambda m: {"step": m["step"], "mean": m["mean"]}])
+def test_foreign_state_is_refused(damage):
+    adamw = optim.build(GPT(small(), 23), small())[0]
+    state = adamw.state_dict()
+    with pytest.raises(ValueError):
+        adamw.load_state_dict([damage(state[0]), *state[1:]])
+    for damaged in (state[1:], {}, [*state, state[0]]):
+        with pytest.raises(ValueError):
+            adamw.load_state_dict(damaged)
+
+
+def test_heads_may_be_wider_than_the_model():
+    config = small(head_dim=64, muon_heads=True)
+    model = GPT(config, 23)
+    x = torch.randint(23, (2, 8), generator=torch.Generator().manual_seed(0))
+    model.loss(x, x).backward()
+    before = model.blocks[0].attention.qkv.weight.detach().clone()
+    for optimizer in optim.build(model, config):
+        optimizer.step()
+    assert (model.blocks[0].attention.qkv.weight - before).abs().max() > 1e-3
+
+
 def test_training_does_not_import_the_compiler():
     """It takes two seconds, and torch.optim's optimizers import it whether it is used or not."""
     program = ("import sys, torch, optim; from model import GPT; from tests.conftest import small; c = small(); m = GPT(c, 9)\n"

@@ -241,3 +241,10 @@ def test_an_empty_prompt_starts_a_document_or_a_line(made, start):
 
 def test_an_empty_prompt_needs_no_line_break_in_the_text():
     assert len(encode_start("", tokenizer.Char("abc"))) == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_output_that_is_not_finite_is_named(value, temperature):
+    with pytest.raises(UserError, match="not finite"):
+        choose(torch.tensor([[0.0, value, 1.0]]), temperature, None, None, torch.Generator())

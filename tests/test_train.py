@@ -348,6 +348,18 @@ def test_an_origin_that_does_not_fit_is_refused_before_anything_is_written(argv,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("lacking", ["C++ compiler", "Python.h"])
+def test_training_that_cannot_be_compiled_is_eager_and_says_so(lacking, corpus, tmp_path, monkeypatch, capsys):
+    if lacking == "Python.h":
+        monkeypatch.setattr(runs.shutil, "which", lambda name: "/usr/bin/" + name)
+        monkeypatch.setattr(runs.sysconfig, "get_path", lambda name: str(tmp_path))
+    else:
+        monkeypatch.setattr(runs.shutil, "which", lambda name: None)
+    assert run(corpus, tmp_path / "run", compile=True, stop_at=2) == 0
+    output = capsys.readouterr().out
+    assert f"not compiled: there is no {lacking}" in output and ", not compiled," in output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     *({"position": name} for name in POSITIONS), {"attention": "linear"}, {"window": 9, "n_kv_head": 1},
