@@ -1,6 +1,6 @@
 """How fast the programs are: every row against a reference, the two in turn (A B A B ...), in one run of this program.
 
-    python bench.py                          # all rows but speedrun and encodings: half an hour
+    python bench.py                          # all rows but speedrun and encodings: twenty minutes with --pairs 3
     python bench.py step rope --pairs 11     # rows by name
     python bench.py speedrun --dataset shakespeare
     python bench.py step encodings --device cuda
