@@ -418,7 +418,7 @@ def starting(options):
 def step(options):
     for name, shape, count in (("4 x 128, 12 x 64", SMALL, 10), ("6 x 384, 4 x 256", MEDIUM, 2)):
         ours = {**shape, "position": "learned", "optimizer": "adamw"}
-        plain = partial(plain_step, options.device, count, *[shape[key] for key in SMALL])
+        plain = partial(plain_step, options.device, count, **shape)
         for compiled, limit in ((False, 1.1), (True, 1.5)):
             sides = partial(our_step, options.device, compiled, count, **ours), plain
             a, b, ratio, first, _ = in_turn(*sides, options.pairs)

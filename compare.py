@@ -156,7 +156,8 @@ def figure(folders):
     runs = read_runs(folders)
     made = Figure(figsize=(12, 8.4))
     (steps, by_context), (by_position, legend) = made.subplots(2, 2)
-    made.subplots_adjust(0.06, 0.06, 0.99, 0.96, 0.15, 0.22)  # a layout that is computed takes as long as the drawing
+    # A layout that is computed takes as long as the drawing.
+    made.subplots_adjust(left=0.06, bottom=0.06, right=0.99, top=0.96, wspace=0.15, hspace=0.22)
     handles, number = {}, 0
     for i, (name, members) in enumerate(groups(runs)):
         for j, key in enumerate(dict.fromkeys(key for run in members for key in run["lengths"]) or [""]):

@@ -35,7 +35,8 @@ def choose(logits, temperature, top_k, top_p, generator):
 
     logits = logits.double().cpu()
     if not logits.isfinite().all():
-        raise UserError("the model's output is not finite", "its weights are; try --checkpoint best, or train it again")
+        raise UserError("the model's output is not finite",
+                        "its weights are damaged: take the other of --checkpoint best and last, or train it again")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature

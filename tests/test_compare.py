@@ -193,9 +193,13 @@ def test_picture_has_the_curves_and_the_training_length(make):
 
 @pytest.mark.parametrize("name", ["x.unknown", "no/such/folder/x.png", "rope-1.png"])
 def test_picture_that_cannot_be_written_is_named(name, make, tmp_path):
+    from matplotlib import pyplot as plt
+
+    before = plt.get_fignums()
     (tmp_path / "rope-1.png").mkdir()
     with pytest.raises(UserError, match="cannot be written"):
         compare.main([str(make("rope-1")), "--picture", str(tmp_path / name)])
+    assert plt.get_fignums() == before
 
 
 def test_picture_without_an_ending_is_where_the_program_says(make, tmp_path, capsys):
