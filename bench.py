@@ -33,6 +33,7 @@ from torch.nn import functional as F
 
 import lengths
 import logs
+import machine
 import optim
 import pretrained
 import run
@@ -106,7 +107,7 @@ def side_by_side(ours, theirs, pairs):
 def in_turn(ours, theirs, pairs, times=1):
     """-> (median seconds of ours, of `times` times theirs, median ratio of the pairs, seconds of ours' first call, gigabytes of
     ours), all in a process of their own: what a row sets up, imports and caches changes no other row. Both sides share it, and
-    with it what run.set_up sets: a process for each would differ by more than what is measured."""
+    with it what machine.set_up sets: a process for each would differ by more than what is measured."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         measured, *once = process.submit(side_by_side, ours, theirs, pairs).result()
     mine, reference = zip(*((x, times * y) for x, y in measured))
@@ -241,14 +242,14 @@ def waiting(work, device):
 
 def our_step(device, compiled, count, **shape):
     """-> `count` updates as train.py does them, on a batch that stays."""
-    run.set_up(torch.get_num_threads())
+    machine.set_up(torch.get_num_threads())
     config = config_of(grad_clip=1.0, **shape)
     model = GPT(config, VOCABULARY).to(device).train()
     optimizers = optim.build(model, config)
     x, y = (ids_of((config.batch_size, config.block_size), device) for _ in range(2))
     autocast = torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=device.startswith("cuda"))
     if compiled:
-        if lacking := run.missing_for_compiling(device):
+        if lacking := machine.missing_for_compiling(device):
             raise UserError(f"compiling: there is no {lacking}", "install it")
         from torch._inductor import config as inductor
 
@@ -267,7 +268,7 @@ def plain_step(device, count, n_layer, n_head, n_embd, block_size, batch_size):
 
 def rotation(compiled):
     """-> turning 6 heads of queries and 6 of keys of 8 x 1024 tokens, as attention does it: in one tensor."""
-    run.set_up(torch.get_num_threads())
+    machine.set_up(torch.get_num_threads())
     turns = RoPE(config_of(n_head=6, n_embd=384)).rotation(torch.arange(1024), 1024)
     qk = torch.randn(8, 1024, 12, 64)
     turn = torch.compile(rotate, dynamic=False) if compiled else rotate
@@ -275,7 +276,7 @@ def rotation(compiled):
 
 
 def cloning():
-    run.set_up(torch.get_num_threads())
+    machine.set_up(torch.get_num_threads())
     q, k = torch.randn(8, 6, 1024, 64), torch.randn(8, 6, 1024, 64)
     return lambda: [(q.clone(), k.clone()) for _ in range(20)]
 
@@ -328,7 +329,7 @@ LONG = {"length_windows": 4}  # windows of a length curve here
 
 def untrained(position):
     """-> (a model of the default shape, the embedded corpus)."""
-    run.set_up(torch.get_num_threads())
+    machine.set_up(torch.get_num_threads())
     config = config_of(position=position, learned_extension="interpolate" if position == "learned" else "none", **LONG)
     with contextlib.redirect_stdout(None):
         data = load_data(config)
@@ -531,7 +532,7 @@ def main(argv):
     for name in names:
         if name not in ROWS:
             raise UserError(f"{name}: no such row", nearest(name, list(ROWS)))
-    run.available(options.device)
+    machine.available(options.device)
     output, rows = Path(options.json_file or os.devnull), []
     if not output.parent.is_dir():
         raise UserError(f"json_file = {output}: no such folder", "give the path of a file in a folder that is there")

@@ -6,7 +6,6 @@ Files and the command line are merged, the later wins; options.py has the gramma
 """
 import copy
 import hashlib
-import itertools
 import json
 import re
 from pathlib import Path
@@ -204,6 +203,9 @@ class Config(Options):
     """Precision of training (autocast); evaluation is always in float32."""
     compile: Auto | bool = "auto"
     """Compile the blocks with torch.compile; auto = on CUDA, and on CPUs for runs long enough to gain from it."""
+    parallel: Literal["auto", "none", "ddp", "fsdp"] = "auto"
+    """How processes started by torchrun share the work: each holds the whole model (ddp) or, where that is beyond one device, a
+    part of each matrix (fsdp); auto = ddp."""
     threads: int = Field(0, ge=0, le=1024)
     """CPU threads; 0 = as many as torch takes, one for each core."""
 
@@ -351,12 +353,19 @@ class Config(Options):
         return {"scaling": self.rope_scaling, "factor": self.rope_factor,
                 "settings": self.model_dump(include=keys, exclude_none=True)}
 
+    def essence(self):
+        """-> {key: value} of all that decides what is computed; keys without a value are left out."""
+        return self.model_dump(exclude_none=True, exclude=set(NEUTRAL))
+
     def toml(self):
         """The effective config as text that `read_toml` reads again; keys without a value are left out."""
         text = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
                        for key, value in self.model_dump(exclude_none=True).items())
         return text.replace("\x7f", "\\u007f")  # the one character that JSON allows in a string and TOML does not
 
+
+NAMES = list(Config.model_fields)
+MODEL = NAMES[NAMES.index("n_layer"):NAMES.index("init_from")]  # what decides what the weights of a model mean
 
 # Keys that may be given anew when a trained model is evaluated: how positions are read, and where it computes.
 READING = ("learned_extension", "rope_scaling", "rope_factor", "rope_original_context",
@@ -422,8 +431,8 @@ def inherited(folder, changes):
     given = {"rope_original_context": trained.original_context if scaled else None, **given}
     if trained.position == "fire":  # its threshold goes with the weights, not with the new block_size
         given = {"fire_threshold": trained.fire_threshold or trained.block_size / 4, **given}
-    keys = list(itertools.takewhile(lambda key: key != "init_from", Config.model_fields))
-    return {k: v for k, v in with_changes(trained, given).items() if v is not None and (k in keys or k in given)}
+    keys = [*NAMES[:NAMES.index("init_from")], *given]
+    return {k: v for k, v in with_changes(trained, given).items() if v is not None and k in keys}
 
 
 def load(argv):

@@ -16,6 +16,7 @@ import logs
 from batches import gather, load_data, window_ends
 from config import Evaluation, run_arguments
 from options import UserError, command, helped
+from parallel import ALONE
 
 MULTIPLES = (1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # contexts, as multiples of Config.unit
 HELD = 2**16  # tokens of all windows whose keys and values are held at once
@@ -41,20 +42,25 @@ def targets(unit):
     return max(1, unit // 16)
 
 
-def window_losses(model, tokens, ends, context, last):
+def window_losses(model, tokens, ends, context, last, processes=ALONE):
     """-> (W, last) float64: loss in nats of the last targets of the windows of `context` inputs before each end."""
     import torch
 
     model.eval()
-    device, losses = model.embed.weight.device, []
+    device, losses = model.embed.weight.device, np.zeros((len(ends), last))
     # Of long windows, the model takes a chunk at a time; the keys of all of them are held.
     together = max(1, min(TOKENS // min(context, model.CHUNK), HELD // context))
-    for number, part in enumerate(np.array_split(ends, math.ceil(len(ends) / together))):
+    parts = np.array_split(np.arange(len(ends)), math.ceil(len(ends) / together))
+    for first in range(0, len(parts), processes.size):
+        # As many calls in every process: a distributed model is put together in all of them. Some of the last do not count.
+        number = min(first + processes.rank, len(parts) - 1)
         # Random positions are drawn anew for each part, so that a curve is not about one choice of them.
         pos = model.position.random_subset(context, number, device)
-        ids, following = (torch.from_numpy(a).to(device) for a in gather(tokens, part - context, context))
-        losses.append(model.losses(ids, following, last, pos).double().cpu().numpy())
-    return np.concatenate(losses)
+        ids, following = (torch.from_numpy(a).to(device) for a in gather(tokens, ends[parts[number]] - context, context))
+        found = model.losses(ids, following, last, pos).double().cpu().numpy()
+        if first + processes.rank < len(parts):
+            losses[parts[number]] = found
+    return processes.total(losses)
 
 
 def mean(per_window):
@@ -62,10 +68,10 @@ def mean(per_window):
     return float(per_window.mean()), float(per_window.std(ddof=1) / math.sqrt(len(per_window)))
 
 
-def evaluate(model, data, starts):
+def evaluate(model, data, starts, processes=ALONE):
     """Validation loss over the windows of block_size at `starts`, in float32 -> what a line of the log says of it."""
     size = model.config.block_size
-    losses = window_losses(model, data.val, starts + size, size, size)
+    losses = window_losses(model, data.val, starts + size, size, size, processes)
     loss, stderr = mean(losses.mean(1))
     scored = data.bytes(starts[:, None] + np.arange(1, size + 1))
     return {"val_loss": loss, "val_stderr": stderr, "val_bpb": bits_per_byte(losses, scored), "windows": len(starts)}
@@ -110,7 +116,7 @@ def choose_contexts(model, asked, longest, windows=2):
     return measured, skipped
 
 
-def curves(model, data, contexts=None):
+def curves(model, data, contexts=None, processes=ALONE):
     """-> (records by context, records by position at the longest of them, sentences about contexts left out)."""
     config, K = model.config, targets(model.config.unit)
     at, longest = ends(len(data.val), data.documents, config.unit, config.length_windows)
@@ -118,7 +124,7 @@ def curves(model, data, contexts=None):
     by_c, by_p = [], []
     for context in measured:
         far = context == measured[-1]
-        losses = window_losses(model, data.val, at, context, context if far else K)
+        losses = window_losses(model, data.val, at, context, context if far else K, processes)
         applied = {"context": context, "applied": config.applied(context)}
         by_c.append(applied | by_context(losses[:, -K:], data.bytes(at[:, None] + np.arange(1 - K, 1))))
         if far:
@@ -126,7 +132,7 @@ def curves(model, data, contexts=None):
     return by_c, by_p, skipped
 
 
-def measure(folder, model, step, checkpoint, data, tracker, contexts=None, trained=None):
+def measure(folder, model, step, checkpoint, data, tracker, contexts=None, trained=None, processes=ALONE):
     """Compute the length curves of a model, write them into the run's folder, print, draw and track them.
 
     trained: the Config it was trained with, where model.config is another. A curve is called fine-tuned if the weights
@@ -134,7 +140,9 @@ def measure(folder, model, step, checkpoint, data, tracker, contexts=None, train
     """
     config = model.config
     trained = trained or config
-    by_c, by_p, skipped = curves(model, data, contexts)
+    by_c, by_p, skipped = curves(model, data, contexts, processes)
+    if not processes.main:
+        return
     stretch = trained.applied(trained.block_size)
     finetuned = config.reading() == trained.reading() and stretch > 1 and {r["applied"] for r in by_c} <= {1.0, stretch}
     # What tells one curve from another; `factor` is what was asked for, `applied` in each record what it came to.
@@ -180,11 +188,18 @@ def main(argv):
     import run  # torch takes seconds to import; --help and refusals do without
 
     restored = run.restore(folder, options.checkpoint, **options.changes())
+    with run.hold(restored.folder):
+        return record(restored, options)
+
+
+def record(restored, options):
+    """Measure a restored model, and write what is found into its folder, which is held. -> exit code."""
     data = load_data(restored.config)
     if restored.data_sha256 and data.sha256 != restored.data_sha256:  # of imported weights nobody knows the text
         raise UserError(f"dataset = {restored.config.dataset}: the text has changed since {restored.folder} was trained",
                         "its curves would not be comparable; train again with --overwrite")
     tracker = logs.TRACKERS[restored.trained.wandb](restored.folder, restored.trained)
+    tracker.begin()
     measure(restored.folder, restored.model, restored.step, options.checkpoint, data, tracker, options.contexts,
             restored.trained)
     tracker.finish({})

@@ -1,8 +1,15 @@
-"""Where numbers go: lines of JSON in the run's folder, which are the truth, and wandb, which shows them."""
+"""Where numbers go: lines of JSON in the run's folder, which are the truth, and wandb, which shows them.
+
+What a function here has written is on the disk when it returns, and a process that is killed leaves at most a torn last line
+or a file *.new, which the next one removes.
+"""
+import contextlib
+import functools
 import hashlib
 import json
 import os
 import secrets
+import sys
 import time
 from pathlib import Path
 
@@ -67,9 +74,10 @@ def read(folder, name):
 
 
 def append(folder, name, records):
-    """Add records as lines, on the disk when this returns. A last line cut off by a crash goes first."""
+    """Add records as lines. A last line cut off by a crash goes first."""
     with open(Path(folder, name), "ab+") as file:
-        if size := file.seek(0, os.SEEK_END):
+        size = file.seek(0, os.SEEK_END)
+        if size:
             file.seek(size - 1)
             if file.read(1) != b"\n":
                 file.seek(0)
@@ -77,6 +85,8 @@ def append(folder, name, records):
         file.writelines(json.dumps(record).encode() + b"\n" for record in records)
         file.flush()
         os.fsync(file.fileno())
+    if not size:
+        flush(folder)
 
 
 def keep(folder, name, wanted):
@@ -89,15 +99,33 @@ def keep(folder, name, wanted):
 def replace(path, content):
     """Write bytes beside path, flush them to the disk, and move them there: the old or the new file, never a part."""
     beside = path.with_name(path.name + ".new")
-    with open(beside, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    try:
+        with open(beside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)  # of a full disk, say
+        raise
+    flush(path.parent)
+
+
+def flush(folder):
+    """Put the names in a folder on the disk: after a power failure, a file that was flushed may lack its name."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 class Silent:
     """A tracker that tracks nothing: wandb = "disabled"."""
+
+    def begin(self):
+        pass
 
     def log(self, record):
         pass
@@ -108,41 +136,102 @@ class Silent:
     def finish(self, summary):
         pass
 
+    def fail(self):
+        pass
+
+
+def interrupted(folder):
+    """Whether the run's history in wandb was not ended by the process that wrote it."""
+    kept = Path(folder, "wandb_id.txt")
+    return kept.exists() and "open" in kept.read_text(encoding="utf-8", errors="replace")
+
+
+def surviving(method):
+    """A method of a tracker that does not end a run when wandb fails: its process may have died, or the disk be full."""
+    @functools.wraps(method)
+    def attempt(self, *arguments):
+        if self.run is None:
+            return
+        try:
+            method(self, *arguments)
+        except Exception as error:
+            self.run = None
+            print(f"wandb: {error or type(error).__name__}; this run goes on without it. Its rows are in {self.folder}, "
+                  "and the same command, given again, writes them to wandb", file=sys.stderr)
+            with contextlib.suppress(Exception):
+                self.wandb.teardown(1)
+    return attempt
+
 
 class Wandb:
     """Sends the records of one run to wandb, offline unless asked otherwise.
 
     wandb drops a row whose step is not above the last one's, so rows are numbered by where they belong, ROOM numbers for
     each iteration: what a resumed run sends a second time is the same row again. Curves are shown over axes of their own.
+    wandb_id.txt holds the run's id, and the word "open" while a process writes to it.
     """
 
     ROOM = 10**6
 
     def __init__(self, folder, config):
+        """Start wandb, which may refuse. Nothing is written into the run's folder yet."""
         import wandb
 
-        self.wandb, self.folder = wandb, Path(folder)
-        kept = self.folder / "wandb_id.txt"
-        identity = kept.read_text(encoding="utf-8").strip() if kept.exists() and not config.overwrite else secrets.token_hex(4)
+        self.wandb, self.folder, self.kept = wandb, Path(folder), Path(folder, "wandb_id.txt")
+        known = self.kept.read_text(encoding="utf-8", errors="replace").split() if self.kept.exists() else []
+        self.identity = known[0] if known and known[0].isalnum() and not config.overwrite else secrets.token_hex(4)
+        self.again = interrupted(folder) and not config.overwrite
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         # wandb names its folder by the second; two in one second would be one, and the first one's rows lost.
-        while any(self.folder.parent.glob(f"wandb/*run-{time.strftime('%Y%m%d_%H%M%S')}-{identity}")):
+        while any(self.folder.parent.glob(f"wandb/*run-{time.strftime('%Y%m%d_%H%M%S')}-{self.identity}")):
             time.sleep(0.05)
         try:
             self.run = wandb.init(
-                project=config.wandb_project, id=identity, resume="allow", name=self.folder.name, group=config.position,
+                project=config.wandb_project, id=self.identity, resume="allow", name=self.folder.name, group=config.position,
                 job_type="train", tags=[config.position], config=config.model_dump(exclude_none=True), dir=self.folder.parent,
                 mode=config.wandb, settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=20))
         except (wandb.errors.Error, OSError) as error:
             raise UserError(f"wandb = {config.wandb}: {str(error).splitlines()[0]}",
                             "use --wandb offline, or log in with `wandb login`") from None
-        self.folder.mkdir(exist_ok=True)
-        kept.write_text(identity, encoding="utf-8")
+
+    def begin(self):
+        """Take the history up where the run's files have it.
+
+        What a process that was killed left of it offline lacks rows that were in memory. It is set aside, and the files,
+        which lack none, are sent from the first row: offline folders together hold each row once.
+        """
+        replace(self.kept, f"{self.identity} open\n".encode())
+        self.define_axes()
+        if self.again:
+            aside, current = self.folder.parent / "wandb" / "aside", Path(self.run.dir).parent.name
+            for older in self.folder.parent.glob(f"wandb/offline-run-*-{self.identity}"):
+                if older.name != current:
+                    aside.mkdir(exist_ok=True)
+                    os.replace(older, aside / older.name)
+            self.send_again()
+
+    @surviving
+    def define_axes(self):
         for prefix, axis in (("train", "step"), ("val", "step"), ("lengths", "lengths/context"),
                              ("positions", "positions/position")):
             self.run.define_metric(axis, hidden=True)
             self.run.define_metric(f"{prefix}/*", step_metric=axis)
 
+    def send_again(self):
+        """Send all that the run's files hold."""
+        for record in sorted(read(self.folder, "log.jsonl"), key=lambda r: (r["step"], "val_loss" in r)):
+            self.log(record)
+        curves, earlier = {}, 0
+        for place, name in enumerate(("lengths.jsonl", "positions.jsonl")):
+            for record in read(self.folder, name):
+                curves.setdefault(curve(record), ([], []))[place].append(record)
+        for by_context, by_position in curves.values():
+            self.curves(by_context, by_position, earlier)
+            earlier += len(by_context)
+        if self.run is not None:
+            self.run.summary.update(read_summary(self.folder))
+
+    @surviving
     def log(self, record):
         """One line of log.jsonl."""
         prefix, number = ("val", 1) if "val_loss" in record else ("train", 0)
@@ -150,8 +239,12 @@ class Wandb:
                if key not in ("step", "tokens", "seconds")}
         self.run.log({**row, "step": record["step"]}, step=record["step"] * self.ROOM + number)
 
-    def curves(self, by_context, by_position):
-        """A length curve, already in the run's files: rows over their own axes, and a chart in which runs overlay."""
+    @surviving
+    def curves(self, by_context, by_position, earlier=None):
+        """A length curve, already in the run's files: rows over their own axes, and a chart in which runs overlay.
+
+        earlier: lines of lengths.jsonl before it; it is the last one unless given.
+        """
         if not by_context:
             return
         name = curve_name(by_context[0])
@@ -163,13 +256,22 @@ class Wandb:
         rows.append({f"charts/{name}": self.wandb.plot.line(data, "context", "loss", title=f"loss by context, {name}")})
         # Above all rows so far: the log's, and less than a hundred for each line of a curve.
         step = max([by_context[0]["step"], *(r["step"] for r in read(self.folder, "log.jsonl"))])
-        earlier = (self.folder / "lengths.jsonl").read_bytes().count(b"\n") - len(by_context)
+        if earlier is None:
+            earlier = (self.folder / "lengths.jsonl").read_bytes().count(b"\n") - len(by_context)
         for i, row in enumerate(rows):
             self.run.log(row, step=step * self.ROOM + 2 + 100 * earlier + i)
 
+    @surviving
     def finish(self, summary):
+        """The run, or this part of it, has ended well."""
         self.run.summary.update(summary)
         self.run.finish()
+        replace(self.kept, f"{self.identity}\n".encode())
+
+    @surviving
+    def fail(self):
+        """The run has ended otherwise; the next start sends its history again."""
+        self.run.finish(exit_code=1)
 
 
 TRACKERS = {"disabled": lambda folder, config: Silent(), "offline": Wandb, "online": Wandb}

@@ -241,8 +241,8 @@ class GPT(nn.Module):
             x = x + embedding.type_as(x)
         x = self.drop(x)
         for i, block in enumerate(self.blocks):
-            # Compilation is for the one shape of training; other shapes would each compile anew.
-            x = (block if self.training else block.forward)(x, rotation, mask, past and past[i])
+            # Compilation, which __call__ looks for, is for the one shape of training; other shapes would each compile anew.
+            x = (block if self.training else block._call_impl)(x, rotation, mask, past and past[i])
         return self.norm(x)
 
     def forward(self, ids, pos=None, past=None):

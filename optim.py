@@ -4,6 +4,8 @@ import math
 import torch
 from torch.optim.adamw import adamw
 
+from parallel import joined, local, part_of
+
 
 class Optimizer:
     """Groups of parameters, and of each parameter its moments: what AdamW and Muon share.
@@ -23,10 +25,10 @@ class Optimizer:
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if params:
-                self.update(params, [p.grad for p in params], group)
+                self.update(params, [local(p.grad) for p in params], group)
 
     def moments(self, name, params):
-        return [self.state[p][name] for p in params]
+        return [local(self.state[p][name]) for p in params]
 
     def zero_grad(self):
         for p in self.state:
@@ -44,7 +46,7 @@ class Optimizer:
             for name, moment in own.items():
                 if getattr(moments[name], "shape", None) != moment.shape:
                     raise ValueError(f"{name} is not of the shape {tuple(moment.shape)}")
-                moment.copy_(moments[name])
+                local(moment).copy_(part_of(moments[name].to(moment.device), moment))
 
 
 class AdamW(Optimizer):
@@ -58,9 +60,9 @@ class AdamW(Optimizer):
 
     def update(self, params, grads, group):
         beta1, beta2 = group["betas"]
-        adamw(params, grads, *(self.moments(name, params) for name in ("mean", "square")), [], self.moments("step", params),
-              fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=group["lr"],
-              weight_decay=group["weight_decay"], eps=1e-8)
+        mean, square, steps = (self.moments(name, params) for name in ("mean", "square", "step"))
+        adamw([local(p) for p in params], grads, mean, square, [], steps, fused=True, amsgrad=False, maximize=False,
+              beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=1e-8)
 
 
 class Muon(Optimizer):
@@ -80,11 +82,13 @@ class Muon(Optimizer):
     def update(self, params, grads, group):
         buffers = self.moments("momentum", params)
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-        x = torch.stack(torch._foreach_lerp(grads, buffers, group["momentum"]))  # Nesterov; (N, rows, columns)
+        nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])
+        x = torch.stack([joined(part, p) for part, p in zip(nesterov, params)])  # (N, rows, columns)
         rows, columns = group["rows"] or x.size(1), x.size(2)
         x = orthogonalize(x.view(-1, rows, columns)).reshape(x.shape)
-        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(params, list(x.unbind()), alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
+        own, steps = [local(p) for p in params], [part_of(y, p) for y, p in zip(x.unbind(), params)]
+        torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(own, steps, alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
 
 
 def orthogonalize(x, steps=5):

@@ -31,6 +31,10 @@ class UserError(Exception):
         return f"error: {problem}\n       {advice}"
 
 
+class NotFinite(Exception):
+    """A loss or a weight is no number any more: exit code 3."""
+
+
 class Options(BaseModel):
     """The base of everything that is read from files and command lines."""
 

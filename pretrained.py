@@ -444,7 +444,7 @@ def import_model(path, options):
     config = build(Config, values)
     out.mkdir(parents=True)
     tokenizer.save(made, out / "tokenizer.json")
-    run.save(out / "best.pt", {"step": 0, "model": weights, "data_sha256": ""})
+    run.save(out / "best.pt", {"step": 0, "model": weights, "data_sha256": "", "config": config.essence()})
     (out / "config.toml").write_text(config.toml(), encoding="utf-8")
     parameters = sum(tensor.numel() for name, tensor in weights.items() if not (config.tied and name == "head.weight"))
     print(f"{out}: {config.position} positions, {parameters:,} parameters, {size:,} ids")

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+import logs
 from options import UserError
 
 # How text is cut before bytes are paired; no pair crosses a cut. Words and signs take one space before them, digits stay
@@ -222,7 +223,7 @@ def save(tokenizer, path):
     """Write all that encoding and decoding need, byte-pair vocabularies included, so that sampling needs no network."""
     kind = next(name for name, kind in KINDS.items() if type(tokenizer) is kind)
     state = {"kind": kind, **({"padding": tokenizer.padding} if tokenizer.padding else {}), **tokenizer.state()}
-    Path(path).write_text(json.dumps(state), encoding="utf-8")
+    logs.replace(Path(path), json.dumps(state).encode())
 
 
 def load(path):

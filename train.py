@@ -15,11 +15,8 @@ from tqdm import tqdm
 import lengths
 from batches import batches, load_data, windows
 from config import Config, load
-from options import command, helped
-
-
-class NotFinite(Exception):
-    """The loss is no number any more."""
+from options import NotFinite, command, helped
+from parallel import ALONE, started
 
 
 class Stop:
@@ -44,8 +41,8 @@ class Stop:
 class Progress:
     """A bar with loss, speed and time left on a terminal, plain lines elsewhere."""
 
-    def __init__(self, step, max_iters):
-        self.bar = tqdm(total=max_iters, initial=step, unit="it", dynamic_ncols=True, disable=None)
+    def __init__(self, step, max_iters, shown):
+        self.bar = tqdm(total=max_iters, initial=step, unit="it", dynamic_ncols=True, disable=None if shown else True)
         self.step, self.max_iters, self.loss = step, max_iters, math.nan
 
     def __enter__(self):
@@ -71,20 +68,29 @@ class Progress:
         sys.stdout.flush()
 
 
-def update(model, optimizers, x, y, step, config, autocast):
-    """One iteration on x, y (micro-batches x batch_size, T). -> (mean loss over all its tokens, norm of the gradient)."""
+def update(model, optimizers, x, y, step, config, autocast, processes=ALONE):
+    """One iteration on x, y (windows, T), of which each process computes its share, batch_size at a time.
+
+    -> (mean loss over all tokens, norm of the gradient)
+    """
     import torch
 
-    micro, total = config.gradient_accumulation_steps, 0.0
-    pos = model.position.random_subset(x.size(1), step, x.device)
-    for i, (inputs, targets) in enumerate(zip(x.chunk(micro), y.chunk(micro))):
+    total, device = 0.0, model.embed.weight.device
+    pos = model.position.random_subset(x.size(1), step, device)
+    passes = processes.passes(len(x), config.batch_size)
+    for i, part in enumerate(passes):
         if config.dropout:  # the fused kernels take no generator, so the global one is set by where training stands
-            torch.manual_seed(int(np.random.SeedSequence((config.seed, step, i)).generate_state(1)[0]))
-        with autocast:
-            loss = model.loss(inputs, targets, pos=pos) / micro
-        loss.backward()
+            place = (config.seed, step, i, processes.rank)
+            torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
+        share = len(x[part]) / len(x)
+        part = part if share else slice(1)  # with nothing to do, a process goes along all the same, and counts for nothing
+        with processes.last_pass(i + 1 == len(passes)):
+            with autocast:
+                loss = processes.loss(model)(x[part].to(device), y[part].to(device), pos=pos) * share
+            (loss * processes.size).backward()  # the engines average gradients over processes, and sums are wanted
         total += loss.item()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf).item()
+    total = processes.total(total).item()
+    norm = processes.number(torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf))
     if not math.isfinite(total + norm):
         raise NotFinite(f"step {step + 1}: loss {total}, learning rate {optimizers[0].param_groups[0]['lr']:.3g}, "
                         f"gradient norm {norm:.3g}")
@@ -102,85 +108,111 @@ def compile_blocks(model):
 
 def train(config):
     """Run config to its end, or go on with it. -> exit code."""
+    from run import Run  # torch takes seconds to import; --help and refusals do without
+
+    together = started(config.parallel)
+    with together.quiet():
+        with together.first():
+            run = Run(config, together)
+        with run:
+            code = go_on(run, together)
+    together.end()
+    return code
+
+
+def go_on(run, together):
+    """Train from where the run stands. -> exit code."""
     import torch
 
     import optim
+    from machine import room_for, set_up
     from model import GPT
-    from run import Run, set_up
 
-    run = Run(config)
+    config = run.config
     if run.finished:
+        run.mend()
         print(f"{run.folder}: finished at step {run.state['step']}. --overwrite trains it anew, a larger --max_iters goes on")
         return 0
-    data = load_data(config)
+    with together.first():
+        data = load_data(config)
     machine = run.settle(data)
+    room_for(config, data.tokenizer.vocab_size, together.device(machine["device"]), training=True)
     set_up(machine["threads"])
-    model = GPT(config, data.tokenizer.vocab_size).to(machine["device"])
-    optimizers = optim.build(model, config)
-    run.load_into(model, optimizers)
-    run.begin(data.tokenizer)
+    model = GPT(config, data.tokenizer.vocab_size)
+    run.load_into(model)
+    model.to(together.device(machine["device"]))
     if machine["compile"]:
         compile_blocks(model)
+    together.distribute(model)
+    optimizers = optim.build(model, config)
+    run.load_optimizers(optimizers)
+    run.begin(data.tokenizer)
     print(f"{run.folder}: {config.position} positions, {model.size():,} parameters, {machine['device']}, {machine['dtype']}, "
           f"{'compiled' if machine['compile'] else 'not compiled'}, {machine['threads']} threads"
+          + (f", {together.size} processes" if together.size > 1 else "")
           + (f", going on at step {run.step}" if run.step else ""))
 
     rows = config.batch_size * config.gradient_accumulation_steps
+    tokens = rows * config.block_size
     stream = batches(data.train, rows, config.block_size, config.seed, run.step)
     autocast = torch.autocast(machine["device"].partition(":")[0], torch.bfloat16, enabled=machine["dtype"] == "bfloat16")
     few, whole = (windows(data.val, config.block_size, count) for count in (config.eval_windows, None))
     step, reached, final, last = run.step, run.reached, None, min(config.max_iters, config.stop_at or config.max_iters)
-    started = time.perf_counter() - run.seconds
-    with Stop() as stop, Progress(step, config.max_iters) as progress:
-        while step < last and not reached and stop.code is None:
+    started, stopping = time.perf_counter() - run.seconds, False
+    with Stop() as stop, Progress(step, config.max_iters, together.main) as progress:
+        while step < last and not reached and not stopping:
             before, rate = time.perf_counter(), optim.set_learning_rate(optimizers, step, config)
-            x, y = (torch.from_numpy(part).to(machine["device"]) for part in next(stream))
-            loss, norm = update(model.train(), optimizers, x, y, step, config, autocast)
+            x, y = map(torch.from_numpy, next(stream))
+            loss, norm = update(model.train(), optimizers, x, y, step, config, autocast, together)
             step += 1
             end, now = step == config.max_iters, time.perf_counter()
-            progress.update(loss, x.numel() / (now - before))
+            progress.update(loss, tokens / (now - before))
             if step % config.log_interval == 0 or end:
-                run.log({"step": step, "tokens": step * x.numel(), "seconds": round(now - started, 3), "train_loss": loss,
-                         "lr": rate, "grad_norm": norm, "tokens_per_second": round(x.numel() / (now - before))})
+                run.log({"step": step, "tokens": step * tokens, "seconds": round(now - started, 3), "train_loss": loss,
+                         "lr": rate, "grad_norm": norm, "tokens_per_second": round(tokens / (now - before))})
                 progress.line((now - started) / step)
             if step % config.eval_interval == 0 or end:
-                result = lengths.evaluate(model, data, few)
-                run.save_best(model, step, result["val_loss"])
-                run.log({"step": step, **result})
+                result = lengths.evaluate(model, data, few, together)
+                if not math.isfinite(result["val_loss"]):
+                    raise NotFinite(f"step {step}: validation loss {result['val_loss']}, learning rate {rate:.3g}, "
+                                    f"gradient norm {norm:.3g}")
                 progress.say(f"step {step}: validation loss {result['val_loss']:.4f} ± {result['val_stderr']:.4f} "
                              f"({result['windows']} windows), {result['val_bpb']:.4f} bits per byte")
+                run.log({"step": step, **result})
                 if config.target_val_loss and result["val_loss"] - result["val_stderr"] <= config.target_val_loss:
-                    final = lengths.evaluate(model, data, whole)
+                    final = lengths.evaluate(model, data, whole, together)
                     reached = final["val_loss"] <= config.target_val_loss
                     progress.say(f"step {step}: {final['val_loss']:.4f} over the whole validation split")
+                run.save_best(model, optimizers, step, reached, result["val_loss"])
             if step % config.checkpoint_interval == 0:
-                run.save_last(model, optimizers, step, reached)
+                run.save("last.pt", model, optimizers, step, reached)
             if config.length_interval and step % config.length_interval == 0 and not end:
-                lengths.measure(run.folder, model, step, "last", data, run.tracker)
+                lengths.measure(run.folder, model, step, "last", data, run.tracker, processes=together)
+            stopping = together.total(stop.code or 0).item() > 0  # if one process was told to
 
     if step > run.step:
-        run.save_last(model, optimizers, step, reached)
+        run.save("last.pt", model, optimizers, step, reached)
     if step < config.max_iters and not reached:
         print(f"{run.folder}: stopped at step {step} of {config.max_iters} and saved; the same command goes on from here")
         run.tracker.finish({})
-        return stop.code or 0
+        return (stop.code or 128 + signal.SIGTERM) if stopping else 0
     if config.target_val_loss and not reached:
         print(f"target_val_loss = {config.target_val_loss} was not reached")
     # An evaluation of the whole split that was not the last does not count.
-    conclude(run, model, data, step, final if reached else None, time.perf_counter() - started)
+    conclude(run, model, data, step, final if reached else None, time.perf_counter() - started, together)
     return 0
 
 
-def conclude(run, model, data, step, final, seconds):
+def conclude(run, model, data, step, final, seconds, together):
     """Evaluate the last and the best weights over the whole validation split, measure the length curve, end the run."""
     began, whole = time.perf_counter(), windows(data.val, run.config.block_size)
     print(f"trained and saved; now the whole validation split, {len(whole)} windows, and the length curve", flush=True)
-    final = final or lengths.evaluate(model, data, whole)
+    final = final or lengths.evaluate(model, data, whole, together)
     run.load_best(model)
-    best = final if run.best["step"] == step else lengths.evaluate(model, data, whole)
+    best = final if run.best["step"] == step else lengths.evaluate(model, data, whole, together)
     print(f"validation loss over all {len(whole)} windows: {final['val_loss']:.4f} at the end, "
           f"{best['val_loss']:.4f} with the weights of step {run.best['step']} (best.pt)")
-    lengths.measure(run.folder, model, run.best["step"], "best", data, run.tracker)
+    lengths.measure(run.folder, model, run.best["step"], "best", data, run.tracker, processes=together)
     tokens = step * run.config.batch_size * run.config.gradient_accumulation_steps * run.config.block_size
     run.finish({"position": run.config.position, "parameters": model.size(), "step": step, "tokens": tokens,
                 "seconds": round(seconds + time.perf_counter() - began, 3),

@@ -441,7 +441,7 @@ def random_run(folder, **changes):
     folder.mkdir()
     (folder / "config.toml").write_text(made.toml(), encoding="utf-8")
     tokenizer.save(tokenizer.Char("abcdefghij"), folder / "tokenizer.json")
-    run.save(folder / "best.pt", {"step": 1, "model": model.state_dict(), "data_sha256": ""})
+    run.save(folder / "best.pt", {"step": 1, "model": model.state_dict(), "data_sha256": "", "config": made.essence()})
     return model
 
 

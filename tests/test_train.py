@@ -14,6 +14,7 @@ import compare
 import config
 import lengths
 import logs
+import machine
 import optim
 import run as runs
 import train
@@ -139,12 +140,12 @@ def test_encodings_see_identical_batches_and_start_alike(corpus, tmp_path, monke
     seen = {}
     original = train.update
 
-    def recording(model, optimizers, x, y, step, made, autocast):
+    def recording(model, optimizers, x, y, step, made, *rest):
         if step == 0:
             shared = {k: v.clone() for k, v in model.state_dict().items() if not k.startswith("position")}
             seen[made.position] = (shared, [])
         seen[made.position][1].append(x.clone())
-        return original(model, optimizers, x, y, step, made, autocast)
+        return original(model, optimizers, x, y, step, made, *rest)
 
     monkeypatch.setattr(train, "update", recording)
     for position in POSITIONS:
@@ -351,10 +352,10 @@ def test_an_origin_that_does_not_fit_is_refused_before_anything_is_written(argv,
 @pytest.mark.parametrize("lacking", ["C++ compiler", "Python.h"])
 def test_training_that_cannot_be_compiled_is_eager_and_says_so(lacking, corpus, tmp_path, monkeypatch, capsys):
     if lacking == "Python.h":
-        monkeypatch.setattr(runs.shutil, "which", lambda name: "/usr/bin/" + name)
-        monkeypatch.setattr(runs.sysconfig, "get_path", lambda name: str(tmp_path))
+        monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/" + name)
+        monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
     else:
-        monkeypatch.setattr(runs.shutil, "which", lambda name: None)
+        monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     assert run(corpus, tmp_path / "run", compile=True, stop_at=2) == 0
     output = capsys.readouterr().out
     assert f"not compiled: there is no {lacking}" in output and ", not compiled," in output
