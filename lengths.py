@@ -148,10 +148,10 @@ def measure(folder, model, step, checkpoint, data, tracker, contexts=None, train
     # What tells one curve from another; `factor` is what was asked for, `applied` in each record what it came to.
     label = {"step": step, "checkpoint": checkpoint, **config.reading(), "finetuned": finetuned, "data": data.sha256[:12]}
     by_c, by_p = [label | r for r in by_c], [label | r for r in by_p]
-    logs.append(folder, "lengths.jsonl", by_c)
-    if by_p:  # its bins take the place of those of a longer or shorter curve
-        logs.keep(folder, "positions.jsonl", lambda record: logs.curve(record) != logs.curve(by_p[0]))
-    logs.append(folder, "positions.jsonl", by_p)
+    point = logs.IDENTITY["lengths.jsonl"]
+    logs.put(folder, "lengths.jsonl", by_c, lambda record: point(record) in set(map(point, by_c)))
+    # Bins take the place of those of a longer or shorter curve.
+    logs.put(folder, "positions.jsonl", by_p, lambda record: by_p and logs.curve(record) == logs.curve(by_p[0]))
     print("\n".join([table(by_c, by_p, config), *skipped]))
     tracker.curves(by_c, by_p)
     compare.draw([folder], folder / "curves.png")

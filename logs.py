@@ -73,6 +73,10 @@ def read(folder, name):
     return list(records.values())
 
 
+def lines(records):
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
 def append(folder, name, records):
     """Add records as lines. A last line cut off by a crash goes first."""
     with open(Path(folder, name), "ab+") as file:
@@ -82,7 +86,7 @@ def append(folder, name, records):
             if file.read(1) != b"\n":
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
-        file.writelines(json.dumps(record).encode() + b"\n" for record in records)
+        file.write(lines(records))
         file.flush()
         os.fsync(file.fileno())
     if not size:
@@ -90,10 +94,20 @@ def append(folder, name, records):
 
 
 def keep(folder, name, wanted):
-    """Rewrite folder/name with the records for which wanted(record): what came after the checkpoint is done again."""
-    if Path(folder, name).exists():
-        text = "".join(json.dumps(record) + "\n" for record in read(folder, name) if wanted(record))
-        replace(Path(folder, name), text.encode())
+    """Leave the records for which wanted(record), each once, and no torn line."""
+    path = Path(folder, name)
+    if path.exists() and (text := lines(filter(wanted, read(folder, name)))) != path.read_bytes():
+        replace(path, text)
+
+
+def put(folder, name, records, old):
+    """Add records, and in the same moment take away those for which old(record)."""
+    before = read(folder, name)
+    kept = [record for record in before if not old(record)]
+    if len(kept) == len(before):
+        append(folder, name, records)
+    else:
+        replace(Path(folder, name), lines(kept + records))
 
 
 def replace(path, content):

@@ -188,7 +188,7 @@ def command(main):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS):
             raise
         print(UserError(f"{error.filename or 'the system'}: {error.strerror or error}", "what was saved before is whole"),
               file=sys.stderr)

@@ -8,6 +8,7 @@ Imports no torch before there are several processes.
 """
 import contextlib
 import os
+import sys
 from datetime import timedelta
 
 import numpy as np
@@ -37,6 +38,10 @@ class Alone:
 
     def quiet(self):
         """A context in which only the main process prints."""
+        return contextlib.nullcontext()
+
+    def watched(self):
+        """A context that says in two lines that another process is gone, and ends this one."""
         return contextlib.nullcontext()
 
     def distribute(self, model):
@@ -118,6 +123,19 @@ class DataParallel(Alone):
                 nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
                 stack.enter_context(contextlib.redirect_stdout(nowhere))
             yield
+
+    @contextlib.contextmanager
+    def watched(self):
+        try:
+            yield
+        except RuntimeError as error:
+            lost = isinstance(error, self.dist.DistError) or "gloo/transport" in str(error)  # gloo has no kind of its own
+            if not lost:
+                raise
+            print(f"error: process {self.rank} of {self.size}: another process of this job has ended\n"
+                  "       the last checkpoint is whole: start the job again, or let torchrun --max-restarts do it",
+                  file=sys.stderr, flush=True)
+            raise SystemExit(1) from None
 
     def distribute(self, model):
         from torch import nn

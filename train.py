@@ -114,7 +114,7 @@ def train(config):
     with together.quiet():
         with together.first():
             run = Run(config, together)
-        with run:
+        with run, together.watched():
             code = go_on(run, together)
     together.end()
     return code
@@ -183,11 +183,13 @@ def go_on(run, together):
                     final = lengths.evaluate(model, data, whole, together)
                     reached = final["val_loss"] <= config.target_val_loss
                     progress.say(f"step {step}: {final['val_loss']:.4f} over the whole validation split")
+            if config.length_interval and step % config.length_interval == 0 and not end:
+                lengths.measure(run.folder, model, step, "last", data, run.tracker, processes=together)
+            # Saved after all that is measured at a step: what is found at a checkpoint is not measured again.
+            if step % config.eval_interval == 0 or end:
                 run.save_best(model, optimizers, step, reached, result["val_loss"])
             if step % config.checkpoint_interval == 0:
                 run.save("last.pt", model, optimizers, step, reached)
-            if config.length_interval and step % config.length_interval == 0 and not end:
-                lengths.measure(run.folder, model, step, "last", data, run.tracker, processes=together)
             stopping = together.total(stop.code or 0).item() > 0  # if one process was told to
 
     if step > run.step:

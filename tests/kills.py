@@ -1,0 +1,114 @@
+"""Kill a training run at random instants until it ends, many times over, and look whether anything was lost.
+
+    python tests/kills.py FOLDER [KILLS] [SEED]
+
+Every attempt is a process of its own, forked from one that has imported torch, which saves its seconds. What each run ends with
+is compared, byte by byte, with the same run that was never killed.
+"""
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+if not __package__:  # run as a script: sys.path begins with this folder instead of the repository
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+import matplotlib.backends.backend_agg  # noqa: F401  imported here once, instead of in every attempt
+
+import logs
+import run
+import train
+from config import Config
+from options import build
+from position import POSITIONS
+from tests.conftest import SMALL, text
+
+VARIANTS = [{"position": name} for name in POSITIONS] + [
+    {"optimizer": "adamw", "dropout": 0.1}, {"gradient_accumulation_steps": 2, "dropout": 0.1}, {"random_positions": 100},
+    {"attention": "linear"}, {"target_val_loss": 2.3}]
+
+
+def config(folder, corpus, variant):
+    """A run that writes nearly all the time."""
+    return build(Config, SMALL | {
+        "dataset": str(corpus), "out_dir": str(folder), "log_interval": 1, "eval_interval": 5, "checkpoint_interval": 3,
+        "length_interval": 10, "eval_windows": 4, "length_windows": 4, "max_iters": 20, **variant})
+
+
+def contents(folder):
+    """-> what must be the same however often a run was stopped: all its files, without times and what was on the machine."""
+    found = {name: (folder / name).read_bytes() for name in ("best.pt", "last.pt", "tokenizer.json")}
+    for name in logs.IDENTITY:
+        lines = (folder / name).read_bytes().decode().splitlines()  # all of them, torn and doubled ones too
+        found[name] = [{k: v for k, v in json.loads(line).items() if k not in ("seconds", "tokens_per_second")} for line in lines]
+    found["summary"] = json.loads((folder / "summary.json").read_text()) | {"seconds": 0}
+    found["files"] = sorted(path.name for path in folder.iterdir())
+    return found
+
+
+def attempt(made):
+    """Train in a process of its own. -> its number."""
+    process = os.fork()
+    if process:
+        return process
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        code = 1
+        try:
+            code = train.train(made)
+        finally:
+            os._exit(code)
+
+
+def ended(process, deadline):
+    """Wait for a process until the deadline. -> whether it ended by itself, and well."""
+    while time.monotonic() < deadline:
+        number, status = os.waitpid(process, os.WNOHANG)
+        if number:
+            if status:
+                raise AssertionError(f"a resumed run failed with status {status}")
+            return True
+        time.sleep(0.001)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return False
+
+
+def whole_checkpoints(folder):
+    """A checkpoint that is there can be loaded, at any instant."""
+    for name in ("best.pt", "last.pt"):
+        if (folder / name).exists():
+            run.load(folder / name)
+
+
+def kill(folder, kills, seed):
+    """-> how many runs it took to be killed so often. AssertionError at the first difference."""
+    generator, runs = random.Random(seed), 0
+    corpus = folder / "corpus.txt"
+    corpus.write_text(text(12_000), encoding="utf-8")
+    while kills > 0:
+        variant = VARIANTS[(seed + runs) % len(VARIANTS)]
+        whole, parts = folder / f"whole-{(seed + runs) % len(VARIANTS)}", folder / f"parts-{runs}"
+        if not whole.exists():
+            before = time.monotonic()
+            assert ended(attempt(config(whole, corpus, variant)), before + 300)
+            usual = time.monotonic() - before
+        runs, attempts = runs + 1, 0
+        # At first a run hardly gets beyond its beginning; the time that it is given grows until it ends.
+        while not ended(attempt(config(parts, corpus, variant)),
+                        time.monotonic() + generator.random() * usual * (0.3 + 0.1 * attempts)):
+            kills, attempts = kills - 1, attempts + 1
+            whole_checkpoints(parts)
+        expected, found = contents(whole), contents(parts)
+        for name, content in expected.items():
+            assert found[name] == content, f"{parts}: {name} differs from that of the run that was not killed ({variant})"
+        print(f"run {runs}: killed {attempts} times, {variant}: the same bytes", flush=True)
+    return runs
+
+
+if __name__ == "__main__":
+    where, kills, seed = (*sys.argv[1:], *("kills", "100", "0")[len(sys.argv) - 1:])
+    Path(where).mkdir(parents=True)
+    print(f"{kill(Path(where), int(kills), int(seed))} runs, each ended in the same bytes as when it was not killed")
