@@ -27,7 +27,7 @@ class UserError(Exception):
         self.problem, self.advice = problem, advice
 
     def __str__(self):
-        problem, advice = (" ".join(text.split("\n")) for text in (self.problem, self.advice))  # two lines, whatever is quoted
+        problem, advice = (" ".join(text.splitlines()) for text in (self.problem, self.advice))  # two lines, whatever is quoted
         return f"error: {problem}\n       {advice}"
 
 
@@ -94,7 +94,8 @@ class Help(Exception):
 
 
 def helped(model, line):
-    """Decorate a program's main(argv) -> exit code: --help prints the keys of `model` below a usage line, and that is all."""
+    """Decorate a program's main(argv) -> exit code: --help prints the keys of `model` below a usage line, and that is all. A
+    file or folder that the system refuses is bad input."""
     def decorate(main):
         @functools.wraps(main)
         def program(argv):
@@ -103,6 +104,10 @@ def helped(model, line):
             except Help:
                 print(usage(model, line))
                 return 0
+            except OSError as error:
+                if error.filename is None or error.errno in FULL:
+                    raise
+                raise UserError(f"{error.filename}: {error.strerror}", "give another path, or see to this one") from None
         return program
     return decorate
 
@@ -146,9 +151,11 @@ def parse(argv, model):
 
 def build(model, values):
     """Validate a dictionary into `model`; the first thing wrong is a UserError."""
-    for key in values:
+    for key, value in values.items():
         if key not in model.model_fields:
-            raise UserError(f"{key} = {values[key]}: no such key", nearest(key, list(model.model_fields)))
+            raise UserError(f"{key} = {value}: no such key", nearest(key, list(model.model_fields)))
+        if isinstance(value, str) and "\0" in value:
+            raise UserError(f"{key} = {value!r}", "allowed: text without the character 0, which ends every path")
     try:
         return model(**values)
     except ValidationError as error:
@@ -166,13 +173,18 @@ def build(model, values):
 
 def read_toml(path):
     try:
-        return tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
+        values = tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
+        str(values)  # which nothing nested too deeply survives, nor a number of thousands of digits
+        return values
     except FileNotFoundError:
         near = [str(p) for p in sorted(Path(path).parent.glob("*.toml"))]
         advice = nearest(str(path), near) if near else "give the path of a TOML file"
         raise UserError(f"{path}: no such config file", advice) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a readable TOML file", f"{error}") from None
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # a disk that takes no more
 
 
 def command(main):
@@ -188,7 +200,7 @@ def command(main):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS):
+        if error.errno not in FULL:
             raise
         print(UserError(f"{error.filename or 'the system'}: {error.strerror or error}", "what was saved before is whole"),
               file=sys.stderr)

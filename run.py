@@ -46,7 +46,7 @@ def save(path, content):
 
 
 CONTENT = {"format": int, "step": int, "model": dict, "data_sha256": str, "config": dict}
-RESUMABLE = {"optimizers": list, "resolved": dict, "best": dict, "reached": bool}
+RESUMABLE = {"optimizers": list, "resolved": dict, "best": dict, "reached": bool, "logged": int}
 
 
 def load_kinds(path, content, wanted):
@@ -206,21 +206,33 @@ class Run:
         refuse_difference(self.folder, before.model_dump(), self.config)
         for name in logs.IDENTITY:
             logs.read(self.folder, name)
-        path = next((self.folder / name for name in ("last.pt", "best.pt") if (self.folder / name).exists()), None)
-        if path is None:
+        self.choose_checkpoint()
+        if self.state is None:
             return
-        self.state, self.origin = load(path), path
-        if RESUMABLE.keys() - self.state.keys():
-            raise UserError(f"{path}: weights that were not trained here",
-                            f"begin from them in another folder: --init_from {self.folder}")
-        load_kinds(path, self.state, RESUMABLE)
-        refuse_difference(path, self.state["config"], self.config, (*NEUTRAL, *TEXT))
+        refuse_difference(self.origin, self.state["config"], self.config, (*NEUTRAL, *TEXT))
         self.finished = bool(logs.read_summary(self.folder)) and self.config.max_iters == before.max_iters
         if self.config.max_iters > before.max_iters:
             print(f"{self.folder}: max_iters grows from {before.max_iters} to {self.config.max_iters}, "
                   f"and the learning rate follows the longer schedule from step {self.state['step']} on")
-        if path.name == "best.pt" and not self.finished:
-            print(f"{self.folder}: without last.pt, training goes on from best.pt, step {self.state['step']}")
+        if self.origin.name == "best.pt" and not self.finished:
+            print(f"{self.folder}: training goes on from best.pt, step {self.state['step']}")
+
+    def choose_checkpoint(self):
+        """Take last.pt; best.pt where there is none, or where the machine has lost lines of the log that only last.pt needs."""
+        records, found = logs.read(self.folder, "log.jsonl"), []
+        for path in (self.folder / name for name in ("last.pt", "best.pt") if (self.folder / name).exists()):
+            state = load(path)
+            if RESUMABLE.keys() - state.keys():
+                raise UserError(f"{path}: weights that were not trained here",
+                                f"begin from them in another folder: --init_from {self.folder}")
+            load_kinds(path, state, RESUMABLE)
+            found.append((state["logged"] - sum(record["step"] <= state["step"] for record in records), state, path))
+            if found[-1][0] <= 0:
+                break
+        if found:
+            lacking, self.state, self.origin = next((each for each in found if each[0] <= 0), found[0])
+            if lacking > 0:
+                print(f"{self.folder}: log.jsonl has lost {lacking} lines before step {self.state['step']}", file=sys.stderr)
 
     def __enter__(self):
         return self
@@ -280,7 +292,8 @@ class Run:
                 self.write_beginning(text)
             except OSError as error:
                 raise UserError(f"{self.folder}: {error.strerror}", "give another --out_dir") from None
-            self.seconds = max((r.get("seconds", 0.0) for r in logs.read(self.folder, "log.jsonl")), default=0.0)
+            records = logs.read(self.folder, "log.jsonl")
+            self.logged, self.seconds = len(records), max((r.get("seconds", 0.0) for r in records), default=0.0)
         self.state = None  # its memory is needed
         self.processes.wait()
 
@@ -311,6 +324,7 @@ class Run:
         """One line of log.jsonl, and of the tracker."""
         if self.processes.main:
             logs.append(self.folder, "log.jsonl", [record])
+            self.logged += 1
             self.tracker.log(record)
 
     def save_best(self, model, optimizers, step, reached, val_loss):
@@ -336,8 +350,8 @@ class Run:
             if not weight.isfinite().all():
                 raise NotFinite(f"step {step}: {key} has weights that are not finite")
         save(self.folder / name, {
-            "step": step, **content, "best": self.best, "reached": reached, "resolved": self.resolved,
-            "data_sha256": self.data_sha256, "config": self.config.essence()})
+            "step": step, **content, "best": self.best, "reached": reached, "logged": self.logged,
+            "resolved": self.resolved, "data_sha256": self.data_sha256, "config": self.config.essence()})
 
     def finish(self, summary):
         """Write summary.json and end the tracker; from now on the run is finished."""

@@ -328,7 +328,7 @@ def find(dataset, raw):
     name, _, count = dataset.partition(":")
     if name in STREAMS:
         return stream_source(name, count or str(DOCUMENTS), raw)
-    path = Path(dataset).expanduser()
+    path = Path(os.path.expanduser(dataset))  # that of pathlib raises for users that are not there
     if path.is_file():
         return file_source(path.stem, path, file_digest(path))
     if path.is_dir():

@@ -42,9 +42,9 @@ def contents(folder):
     """-> what must be the same however often a run was stopped: all its files, without times and what was on the machine."""
     found = {name: (folder / name).read_bytes() for name in ("best.pt", "last.pt", "tokenizer.json")}
     for name in logs.IDENTITY:
-        lines = (folder / name).read_bytes().decode().splitlines()  # all of them, torn and doubled ones too
-        found[name] = [{k: v for k, v in json.loads(line).items() if k not in ("seconds", "tokens_per_second")} for line in lines]
-    found["summary"] = json.loads((folder / "summary.json").read_text()) | {"seconds": 0}
+        records = map(json.loads, (folder / name).read_text().splitlines())  # all of them, torn and doubled ones too
+        found[name] = [{k: v for k, v in record.items() if k not in ("seconds", "tokens_per_second")} for record in records]
+    found["summary"] = json.loads((folder / "summary.json").read_text()) | {"seconds": 0, "git_commit": None}
     found["files"] = sorted(path.name for path in folder.iterdir())
     return found
 

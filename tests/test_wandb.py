@@ -3,7 +3,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ import logs
 import train
 from tests.conftest import small
 
+ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
 
 
@@ -161,6 +164,93 @@ def test_curve_of_an_earlier_checkpoint_is_not_dropped(corpus, tmp_path, monkeyp
     assert {(r["checkpoint"], r["step"]) for r in records} == {("last", 20), ("best", 10)}
     seen = column(inspect(folder), "lengths/context", "lengths/none-1.0/loss")
     assert sorted(seen) == sorted((r["context"], r["loss"]) for r in records)
+
+
+# After an unclean stop
+
+
+def offline(folder):
+    """-> what `wandb sync` would send of the run: {row's number: row}, each once."""
+    sent = [(step, item) for file in inspect(folder) for step, item in rows(file)]
+    assert len(sent) == len(dict(sent)), "a row is sent twice"
+    return dict(sent)
+
+
+def whole_history(folder):
+    """All that the run's files hold is sent, each row once."""
+    sent = [{k: v for k, v in item.items() if not k.startswith("_")} for item in offline(folder).values()]
+    log = logs.read(folder, "log.jsonl")
+    for key in ("train_loss", "val_loss"):
+        found = [(item["step"], item[key.replace("_", "/")]) for item in sent if key.replace("_", "/") in item]
+        assert sorted(found) == [(r["step"], r[key]) for r in log if key in r]
+    for name, axis in (("lengths", "context"), ("positions", "position")):
+        records = logs.read(folder, f"{name}.jsonl")
+        found = [item[f"{name}/{axis}"] for item in sent if f"{name}/{axis}" in item]
+        assert sorted(found) == sorted(r[axis] for r in records)
+
+
+def test_killed_run_is_sent_once_and_whole(corpus, tmp_path):
+    folder = tmp_path / "out" / "rope-1"
+    made = small(dataset=str(corpus), out_dir=str(folder), wandb="offline", log_interval=1, length_interval=15, max_iters=40)
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import config, train; train.train(config.read_config(sys.argv[1]))"
+    (tmp_path / "config.toml").write_text(made.toml(), encoding="utf-8")
+    process = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.DEVNULL, env=ENVIRONMENT)
+    while len(logs.read(folder, "log.jsonl")) < 25:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert logs.interrupted(folder)
+    assert train.train(made) == 0
+    whole_history(folder)
+    assert not logs.interrupted(folder)
+    identity = (folder / "wandb_id.txt").read_text(encoding="utf-8").strip()
+    aside, = (folder.parent / "wandb" / "aside").iterdir()
+    assert aside.name.endswith(identity) and len({file["run"][0]["run_id"] for file in inspect(folder)}) == 1
+
+
+def test_killed_between_its_summary_and_the_end_of_its_history_the_next_start_sends_it(corpus, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "out" / "rope-1"
+    made = {"dataset": str(corpus), "out_dir": str(folder), "wandb": "offline"}
+    monkeypatch.setattr(logs.Wandb, "finish", lambda self, summary: sys.exit(9))
+    with pytest.raises(SystemExit):
+        train.train(small(**made))
+    monkeypatch.undo()
+    assert logs.interrupted(folder)
+    assert train.train(small(**made)) == 0
+    assert "finished at step 30" in capsys.readouterr().out
+    whole_history(folder)
+    summary = {}
+    for record in inspect(folder)[-1]["summary"]:
+        summary |= record.get("update", {})
+    assert summary["best_val_loss"] == logs.read_summary(folder)["best_val_loss"] and not logs.interrupted(folder)
+
+
+def test_a_run_survives_the_death_of_wandb_and_is_sent_later(corpus, tmp_path, monkeypatch, capsys):
+    import wandb
+
+    folder = tmp_path / "out" / "rope-1"
+    made, log, calls = {"dataset": str(corpus), "out_dir": str(folder), "wandb": "offline"}, wandb.Run.log, []
+
+    def dying(self, *arguments, **settings):
+        calls.append(arguments)
+        if len(calls) > 3:
+            raise ConnectionResetError("Connection lost")
+        log(self, *arguments, **settings)
+
+    monkeypatch.setattr(wandb.Run, "log", dying)
+    assert train.train(small(**made)) == 0
+    assert capsys.readouterr().err.count("wandb: Connection lost; this run goes on without it") == 1
+    monkeypatch.undo()
+    assert train.train(small(**made)) == 0
+    whole_history(folder)
+
+
+def test_keys_of_wandb_reach_no_file(corpus, tmp_path, monkeypatch):
+    key = "0123456789abcdef" * 2 + "deadbeef"
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    start(corpus, tmp_path / "out" / "rope-1", max_iters=6)
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert len(files) > 10 and not [path for path in files if key.encode() in path.read_bytes()]
 
 
 def test_disabled_writes_nothing_and_imports_nothing(corpus, tmp_path, monkeypatch):
