@@ -63,7 +63,7 @@ class Config(Options):
     """Width of the MLP; 4 n_embd, for swiglu two thirds of it, unless given."""
     attention: Literal["softmax", "linear"] = "softmax"
     """linear: cost grows with the length instead of its square (RoFormer, section 3.3)."""
-    window: int | None = Field(None, ge=1)
+    window: int | None = Field(None, ge=1, le=10**12)
     """Each token sees this many tokens, itself included; all before it unless given."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of activations dropped in training."""
@@ -95,7 +95,7 @@ class Config(Options):
     """learned: end at block_size, or resample the table to longer windows."""
     t5_buckets: int = Field(32, ge=4, le=65536)
     """t5: learned numbers for each head."""
-    t5_max_distance: int = Field(128, ge=4)
+    t5_max_distance: int = Field(128, ge=4, le=10**12)
     """t5: all distances from here on share the last bucket."""
     kerple_kernel: Literal["log", "power"] = "log"
     """kerple: how scores fall with distance."""
@@ -115,11 +115,11 @@ class Config(Options):
     """rope: how the planes are slowed for windows longer than rope_original_context."""
     rope_factor: Auto | Annotated[float, Field(ge=1, le=1e6)] = "auto"
     """rope: the stretch, or auto = max(1, evaluated length / rope_original_context), which is 1 at the training length."""
-    rope_original_context: int | None = Field(None, ge=1)
+    rope_original_context: int | None = Field(None, ge=1, le=10**12)
     """rope: the training length that scalings refer to; block_size unless given."""
-    beta_fast: float | None = Field(None, gt=0, le=1e6)
+    beta_fast: float | None = Field(None, ge=1e-6, le=1e6)
     """yarn: planes that turn more often than this within the original context stay as they are (32 unless given)."""
-    beta_slow: float | None = Field(None, gt=0, le=1e6)
+    beta_slow: float | None = Field(None, ge=1e-6, le=1e6)
     """yarn: planes that turn less often than this are stretched by the whole factor (1 unless given)."""
     attention_factor: float | None = Field(None, gt=0, le=1e6)
     """yarn, longrope: multiplies queries and keys; follows from the factor unless given."""
@@ -149,9 +149,9 @@ class Config(Options):
     """Micro-batches in an iteration."""
     max_iters: int = Field(400, ge=1, le=10**12)
     """Iterations in the run."""
-    learning_rate: float = Field(0.01, gt=0)
+    learning_rate: float = Field(0.01, gt=0, le=1e6)
     """Highest learning rate of adamw; on its own, with optimizer = "adamw", it wants about 0.003."""
-    muon_learning_rate: float = Field(0.08, gt=0)
+    muon_learning_rate: float = Field(0.08, gt=0, le=1e6)
     """Highest learning rate of muon; it follows the same schedule."""
     muon_momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of muon; short runs want less than the usual 0.95."""
@@ -165,7 +165,7 @@ class Config(Options):
     """Last share of the run over which the learning rate decays; 1 = from the end of the warm-up."""
     warmup_iters: Auto | Annotated[int, Field(ge=0)] = "auto"
     """Iterations over which the learning rate rises; auto = 20, or half of a run shorter than 40."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(0.1, ge=0, le=1e6)
     """Weight decay of matrices; vectors and position parameters get none."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """First moment's decay in adamw."""
@@ -193,7 +193,7 @@ class Config(Options):
     """Iterations between length curves; 0 = at the end only."""
     length_windows: int = Field(64, ge=2)
     """Windows behind every point of a length curve."""
-    length_unit: int | None = Field(None, ge=4)
+    length_unit: int | None = Field(None, ge=4, le=2**24)
     """Tokens that its contexts are multiples of; block_size, or that of the run in init_from, unless given."""
 
     # ---- machine

@@ -94,8 +94,14 @@ class DataParallel(Alone):
         import torch.distributed as dist
 
         self.dist, self.rank, self.size = dist, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if not dist.is_initialized():  # hours, because the others wait while the main process prepares a large text
-            dist.init_process_group(timeout=timedelta(hours=6))
+        if not dist.is_initialized():
+            store, *_ = next(dist.rendezvous("env://"))
+            if os.environ.get("GROUP_WORLD_SIZE") == "1":
+                # After a restart the addresses of dead processes are still in the store. With several agents, which do not
+                # know of each other's restarts, torchrun itself must leave them behind (docs/trust.md).
+                store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+            # Hours, because the others wait while the main process prepares a large text.
+            dist.init_process_group(store=store, rank=self.rank, world_size=self.size, timeout=timedelta(hours=6))
 
     def device(self, kind):
         import torch
@@ -169,6 +175,7 @@ class DataParallel(Alone):
         return state if self.main else None
 
     def end(self):
+        self.wait()
         self.dist.destroy_process_group()
 
 

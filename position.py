@@ -50,6 +50,9 @@ class Position(nn.Module):
     def bias(self, head, query, key):
         """head (H, 1, 1), query positions (T, 1), key positions (S,) -> (H, T, S), added to the scores, or None."""
 
+    def constrain(self):
+        """Bring parameters back into their range after an update, if they have one."""
+
     def forward(self, pos, T, length=None):
         """pos (S,): positions of all keys, of which the last T are also queries -> (embedding, rotation, mask).
 
@@ -169,13 +172,14 @@ class KERPLE(Position):
         spread = (torch.arange(config.n_head) + 0.5) / config.n_head
         self.r1, self.r2 = nn.Parameter(furthest[0] * spread), nn.Parameter(furthest[1] * spread.flip(0))
 
+    @torch.no_grad()
+    def constrain(self):
+        self.r1.clamp_(min=0.01)
+        self.r2.clamp_(min=0.01, max=2 if self.config.kerple_kernel == "power" else None)
+
     def bias(self, head, query, key):
-        power = self.config.kerple_kernel == "power"
-        with torch.no_grad():  # brought back as the authors do, so that the gradient does not end at the bound
-            self.r1.clamp_(min=0.01)
-            self.r2.clamp_(min=0.01, max=2 if power else None)
         r1, r2, distance = self.r1[head], self.r2[head], (query - key).clamp(min=0)
-        if power:
+        if self.config.kerple_kernel == "power":
             # Where the distance is 0, the gradient of the power would not be finite.
             return -r1 * torch.where(distance > 0, distance.clamp(min=1) ** r2, 0.0)
         return -r1 * torch.log1p(r2 * distance)
@@ -190,7 +194,7 @@ class FIRE(Position):
     def __init__(self, config):
         super().__init__(config)
         self.up, self.out = nn.Linear(1, config.fire_hidden), nn.Linear(config.fire_hidden, config.n_head)
-        self.c, self.threshold = nn.Parameter(torch.tensor(0.1)), nn.Parameter(torch.tensor(1.0))
+        self.c, self.threshold = nn.Parameter(torch.tensor([0.1])), nn.Parameter(torch.tensor([1.0]))
 
     def bias(self, head, query, key):
         limit = (self.threshold * (self.config.fire_threshold or self.config.block_size / 4)).abs()

@@ -357,7 +357,7 @@ def load(path):
         raise UserError(f"{folder}: no config.json in this folder", "give a folder with config.json and model.safetensors")
     theirs = read_json(folder / "config.json")
     kind = theirs.get("model_type")
-    if kind not in FAMILIES:
+    if kind not in list(FAMILIES):  # it may be of any type
         raise UserError(f"{folder}: models of type {kind} are not known", f"known: {', '.join(FAMILIES)}")
     weights = read_weights(folder)
     if "wte.weight" in weights:

@@ -97,6 +97,7 @@ def update(model, optimizers, x, y, step, config, autocast, processes=ALONE):
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
+    model.position.constrain()
     return total, norm
 
 
@@ -106,18 +107,15 @@ def compile_blocks(model):
         block.compile(dynamic=False)
 
 
-def train(config):
-    """Run config to its end, or go on with it. -> exit code."""
+def train(config, together=ALONE):
+    """Run config to its end, or go on with it, with the processes that train together. -> exit code."""
     from run import Run  # torch takes seconds to import; --help and refusals do without
 
-    together = started(config.parallel)
     with together.quiet():
         with together.first():
             run = Run(config, together)
         with run, together.watched():
-            code = go_on(run, together)
-    together.end()
-    return code
+            return go_on(run, together)
 
 
 def go_on(run, together):
@@ -225,7 +223,11 @@ def conclude(run, model, data, step, final, seconds, together):
 @helped(Config, "python train.py [CONFIG.toml ...] [--key value ...]")
 def main(argv):
     try:
-        return train(load(argv))
+        config = load(argv)
+        together = started(config.parallel)
+        code = train(config, together)
+        together.end()
+        return code
     except NotFinite as error:
         print(f"error: {error}\n       the run is not finite any more; its last good checkpoint is untouched. "
               "Try a lower learning_rate", file=sys.stderr)

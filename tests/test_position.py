@@ -220,6 +220,7 @@ def test_t5_buckets_equal_those_of_transformers(buckets, furthest):
 def test_kerple_is_the_papers_kernel(kernel):
     position = POSITIONS["kerple"](small(n_head=2, kerple_kernel=kernel))
     position.r1.data, position.r2.data = torch.tensor([0.5, 2.0]), torch.tensor([0.25, -3.0])
+    position.constrain()
     bias = position.bias(torch.arange(2)[:, None, None], torch.tensor([[6], [9]]), torch.arange(7))
     for h, (r1, r2) in enumerate(((0.5, 0.25), (2.0, 0.01))):  # what is not positive is held at 0.01, as the authors do
         for i, m in enumerate((6, 9)):

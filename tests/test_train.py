@@ -56,6 +56,17 @@ def test_overfits_one_batch(position):
     assert loss < 0.1 and norm > 0
 
 
+def test_an_update_brings_parameters_back_into_their_range():
+    made = small(position="kerple")
+    model = GPT(made, 23)
+    model.position.r2.data.fill_(-1.0)
+    optimizers = optim.build(model, made)
+    optim.set_learning_rate(optimizers, 0, made)
+    x, y = torch.randint(23, (2, 4, 16), generator=torch.Generator().manual_seed(0))
+    train.update(model, optimizers, x, y, 0, made, torch.autocast("cpu", enabled=False))
+    assert (model.position.r2 == 0.01).all()
+
+
 def test_accumulated_gradients_equal_the_larger_batch():
     losses = []
     for micro in (1, 2, 4):
