@@ -69,7 +69,7 @@ def groups(runs):
 
 def spread(values, digits=4):
     """Mean, and where there are several values their standard deviation, as text."""
-    values = [v for v in values if v is not None]
+    values = [v for v in values if isinstance(v, int | float)]
     if not values:
         return "-"
     mean = f"{statistics.fmean(values):,.{digits}f}"

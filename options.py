@@ -18,6 +18,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+# Characters that steer a terminal instead of being shown on it; a stranger's text could set its title or its clipboard.
+STEERING = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd")
+
 
 class UserError(Exception):
     """Bad input: what is wrong in one line, and in a second what is allowed or what to do."""
@@ -27,7 +30,8 @@ class UserError(Exception):
         self.problem, self.advice = problem, advice
 
     def __str__(self):
-        problem, advice = (" ".join(text.splitlines()) for text in (self.problem, self.advice))  # two lines, whatever is quoted
+        # Two lines, whatever is quoted.
+        problem, advice = (" ".join(text.splitlines()).translate(STEERING) for text in (self.problem, self.advice))
         return f"error: {problem}\n       {advice}"
 
 

@@ -3,11 +3,12 @@
     python sample.py out/rope-1337 --prompt "def " --tokens 500 --temperature 0.8
 """
 import codecs
+import sys
 
 from pydantic import Field
 
 from config import Evaluation, run_arguments
-from options import UserError, command, helped
+from options import STEERING, UserError, command, helped
 
 
 class Sample(Evaluation):
@@ -115,15 +116,16 @@ def main(argv):
     generator = torch.Generator().manual_seed(options.seed)
     # The first text appears as it grows; a character may span tokens, so bytes are decoded as they complete it.
     decoder, texts = codecs.getincrementaldecoder("utf-8")(errors="replace"), [[] for _ in range(options.samples)]
-    print(prompt or "", end="", flush=True)
+    shown = STEERING if sys.stdout.isatty() else {}
+    print((prompt or "").translate(shown), end="", flush=True)
     for new in stream(model, ids, options.tokens, options.temperature, options.top_k, options.top_p, generator):
         new = new[:, 0].tolist()
         for text, token in zip(texts, new):
             text.append(token)
-        print(decoder.decode(tokenizer.decode_bytes(new[:1])), end="", flush=True)
+        print(decoder.decode(tokenizer.decode_bytes(new[:1])).translate(shown), end="", flush=True)
     print(decoder.decode(b"", final=True))
     for text in texts[1:]:
-        print(f"---------------\n{prompt or ''}{tokenizer.decode(text)}")
+        print(f"---------------\n{prompt or ''}{tokenizer.decode(text)}".translate(shown))
     return 0
 
 

@@ -134,7 +134,7 @@ def go_on(run, together):
     with together.first():
         data = load_data(config)
     machine = run.settle(data)
-    room_for(config, data.tokenizer.vocab_size, together.device(machine["device"]), training=True)
+    room_for(config, data.tokenizer.vocab_size, together.device(machine["device"]), machine["dtype"])
     set_up(machine["threads"])
     model = GPT(config, data.tokenizer.vocab_size)
     run.load_into(model)

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 import tiktoken.load
-from pydantic import create_model
+from pydantic import Field, create_model
 from tqdm import tqdm
 
 if not __package__:  # run as a script: sys.path begins with this folder instead of the repository
@@ -178,19 +178,48 @@ def make_tokenizer(name, vocab_size, source, raw):
 # Prepared folders
 
 
+class Part(Options):
+    """What the manifest says about a split."""
+
+    tokens: int = Field(ge=2)
+    bytes: int = Field(ge=0)
+    documents: int
+    sha256: str
+
+
+class Validation(Part):
+    starts: list[int]
+
+
+class Manifest(Options):
+    format: int
+    dataset: str
+    tokenizer: str
+    vocab_size: int = Field(ge=1, le=2**32)
+    dtype: str
+    python: str
+    source_sha256: str
+    separator: int | None
+    train: Part
+    val: Validation
+
+
 def read(folder):
     """-> (train, val, manifest): the ids as read-only memory maps. UserError if the folder is not whole."""
     folder = Path(folder)
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
+        manifest = Manifest.model_validate_json((folder / "manifest.json").read_bytes(), strict=True).model_dump()
+        dtype, val = np.min_scalar_type(manifest["vocab_size"] - 1).newbyteorder("<"), manifest["val"]
+        starts = np.array([*val["starts"], val["tokens"]])
+        if dtype.name != manifest["dtype"] or len(starts) != val["documents"] + 1 or starts[0] or (np.diff(starts) < 0).any():
+            raise ValueError("its manifest contradicts itself")
         maps = []
         for split in ("train", "val"):
             size = manifest[split]["tokens"] * dtype.itemsize
             if (folder / f"{split}.bin").stat().st_size != size:
                 raise ValueError(f"{split}.bin does not have {size} bytes")
             maps.append(np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise UserError(f"{folder}: damaged prepared data", f"prepare the data set again ({error})") from None
     return *maps, manifest
 
@@ -217,8 +246,10 @@ def whole(folder):
     if not folder.exists():
         return False
     try:
-        read(folder)
-        load_tokenizer(folder / "tokenizer.json")
+        *splits, manifest = read(folder)
+        size = load_tokenizer(folder / "tokenizer.json").vocab_size
+        if size != manifest["vocab_size"] or any(ids.max() >= size for ids in splits):
+            raise UserError(f"{folder}: ids that its tokenizer does not have", "prepare the data set again")
         return True
     except UserError as error:
         print(f"{error.problem}: preparing it again")

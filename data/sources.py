@@ -61,15 +61,15 @@ class Source:
 # A document's split, and files as text
 
 
-def share(text):
+def share(text, errors="strict"):
     """A number in [0, 1) that depends on nothing but the text."""
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") / 2**64
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", errors)).digest()[:8], "big") / 2**64
 
 
 def validation(names):
     """The names that go to validation: a tenth by hash, but at least one, and never all."""
-    ranked = sorted(names, key=share)
-    count = sum(share(name) < VALIDATION for name in names)
+    shares = {name: share(name, "surrogateescape") for name in names}  # names of files may hold bytes that are not UTF-8
+    ranked, count = sorted(shares, key=shares.get), sum(share < VALIDATION for share in shares.values())
     return set(ranked[:min(max(count, 1), len(ranked) - 1)])
 
 

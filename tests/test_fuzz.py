@@ -356,7 +356,7 @@ def prepared(draw, place):
     """Prepared data that is damaged or holds odd things."""
     kind = draw(st.sampled_from(list(RUNS)))
     with place(kind) as here, tempfile.TemporaryDirectory() as root, mock.patch.object(prepare, "ROOT", Path(root)):
-        folder = next((prepare.ROOT / "prepared").glob(f"*-{kind}-*"))
+        folder = prepare.prepare(RUNS[kind].get("dataset", "text.txt"), kind, TINY["vocab_size"])
         damage(draw, folder, ["manifest.json", "train.bin", "val.bin", "tokenizer.json"])
         ends_well(*draw(st.sampled_from([("train", ["mine.toml"]), ("lengths", ["run"]), ("train", GO_ON)])), here)
         assert not list(folder.parent.glob(".unfinished*"))

@@ -48,7 +48,16 @@ def torchrun(*words, processes=2, **how):
     """Start processes; torch.distributed.run is what torchrun calls."""
     return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *(how.pop("agent", ["--standalone"])),
                              f"--nproc_per_node={processes}", *words], cwd=REPOSITORY, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}, **how)
+                            stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, **how)
+
+
+def finished(process, seconds=120):
+    """-> what a job has printed when it ends. No process of it is left behind."""
+    try:
+        return process.communicate(timeout=seconds)[0]
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def together(runs, tmp_path, **how):
@@ -56,7 +65,7 @@ def together(runs, tmp_path, **how):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     process = torchrun(program, json.dumps(runs), **how)
-    out, _ = process.communicate(timeout=120)
+    out = finished(process)
     assert process.returncode == 0, out
     return out
 
@@ -133,7 +142,7 @@ def test_a_killed_process_ends_the_job_which_restarts_from_the_last_checkpoint(p
     process = torchrun("train.py", *arguments(config), agent=["--standalone", "--max-restarts=1"])
     wait_for(tmp_path / "run" / "last.pt", process)
     os.kill(ranks(process)[victim], signal.SIGKILL)
-    out, _ = process.communicate(timeout=120)
+    out = finished(process)
     assert process.returncode == 0, out
     assert "Traceback" not in out and "going on at step" in out
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
@@ -144,7 +153,7 @@ def test_a_signal_stops_all_processes_at_one_step(corpus, tmp_path):
     process = torchrun("train.py", *arguments(config))
     wait_for(tmp_path / "run" / "log.jsonl", process)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out = finished(process)
     step = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"]
     assert 0 < step < 3000 and out.count(f"stopped at step {step} of 3000 and saved") == 1
 
@@ -157,7 +166,7 @@ def test_two_machines_meet(alone, corpus, tmp_path):
     processes = [torchrun("train.py", *arguments(values("ddp", corpus, tmp_path / "run")), processes=1, agent=agent)
                  for _ in range(2)]
     for process in processes:
-        out, _ = process.communicate(timeout=120)
+        out = finished(process)
         assert process.returncode == 0, out
     assert losses(tmp_path / "run", "train_loss") == pytest.approx(losses(alone / "ddp", "train_loss"), rel=1e-5)
 
@@ -165,7 +174,7 @@ def test_two_machines_meet(alone, corpus, tmp_path):
 def test_a_refusal_is_said_once_and_ends_the_job(corpus, tmp_path):
     config = values("ddp", tmp_path / "nowhere.txt", tmp_path / "run")
     process = torchrun("train.py", *arguments(config))
-    out, _ = process.communicate(timeout=120)
+    out = finished(process)
     assert process.returncode and out.count("no such name, file or folder") == 1 and not (tmp_path / "run").exists()
 
 

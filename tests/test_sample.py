@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+import run
 import sample
 import tokenizer
 import train
@@ -248,3 +249,16 @@ def test_an_empty_prompt_needs_no_line_break_in_the_text():
 def test_output_that_is_not_finite_is_named(value, temperature):
     with pytest.raises(UserError, match="not finite"):
         choose(torch.tensor([[0.0, value, 1.0]]), temperature, None, None, torch.Generator())
+
+
+def test_a_text_cannot_steer_the_terminal(run_folder, monkeypatch, capsys):
+    monkeypatch.setattr(sample, "starting_text", lambda options: None)
+    monkeypatch.setattr(sample, "stream", lambda *_: iter([torch.tensor([[0]])] * 3))
+    restored = run.restore(run_folder)
+    restored.tokenizer.tokens[0] = b"\x1b]0;mine\x07\n"
+    monkeypatch.setattr(run, "restore", lambda *_, **__: restored)
+    for terminal, expected in ((True, "\ufffd]0;mine\ufffd\n" * 3), (False, "\x1b]0;mine\x07\n" * 3)):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda answer=terminal: answer)
+        assert sample.main([str(run_folder)]) == 0
+        assert capsys.readouterr().out == expected + "\n"
+    assert "\x1b" not in str(UserError("\x1b[2J", "\x9b2J"))
