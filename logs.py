@@ -94,10 +94,12 @@ def append(folder, name, records):
 
 
 def keep(folder, name, wanted):
-    """Leave the records for which wanted(record), each once, and no torn line."""
+    """Leave the records for which wanted(record), each once, and no torn line. -> whether that was a change."""
     path = Path(folder, name)
-    if path.exists() and (text := lines(filter(wanted, read(folder, name)))) != path.read_bytes():
+    text = lines(filter(wanted, read(folder, name)))
+    if changed := path.exists() and text != path.read_bytes():
         replace(path, text)
+    return changed
 
 
 def put(folder, name, records, old):
@@ -138,7 +140,7 @@ def flush(folder):
 class Silent:
     """A tracker that tracks nothing: wandb = "disabled"."""
 
-    def begin(self):
+    def begin(self, cut=False):
         pass
 
     def log(self, record):
@@ -194,7 +196,7 @@ class Wandb:
         self.wandb, self.folder, self.kept = wandb, Path(folder), Path(folder, "wandb_id.txt")
         known = self.kept.read_text(encoding="utf-8", errors="replace").split() if self.kept.exists() else []
         self.identity = known[0] if known and known[0].isalnum() and not config.overwrite else secrets.token_hex(4)
-        self.again = interrupted(folder) and not config.overwrite
+        self.interrupted = interrupted(folder) and not config.overwrite
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         # wandb names its folder by the second; two in one second would be one, and the first one's rows lost.
         while any(self.folder.parent.glob(f"wandb/*run-{time.strftime('%Y%m%d_%H%M%S')}-{self.identity}")):
@@ -208,15 +210,15 @@ class Wandb:
             raise UserError(f"wandb = {config.wandb}: {str(error).splitlines()[0]}",
                             "use --wandb offline, or log in with `wandb login`") from None
 
-    def begin(self):
-        """Take the history up where the run's files have it.
+    def begin(self, cut=False):
+        """Take the history up where the run's files have it. cut: whether they have lost what was sent before.
 
         What a process that was killed left of it offline lacks rows that were in memory. It is set aside, and the files,
         which lack none, are sent from the first row: offline folders together hold each row once.
         """
         replace(self.kept, f"{self.identity} open\n".encode())
         self.define_axes()
-        if self.again:
+        if self.interrupted or cut:
             aside, current = self.folder.parent / "wandb" / "aside", Path(self.run.dir).parent.name
             for older in self.folder.parent.glob(f"wandb/offline-run-*-{self.identity}"):
                 if older.name != current:

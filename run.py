@@ -312,13 +312,12 @@ class Run:
         logs.replace(self.folder / "config.toml", self.config.toml().encode())
         logs.flush(self.folder.parent)
         tokenizer.save(text, self.folder / "tokenizer.json")
-        for name in logs.IDENTITY:
-            logs.keep(self.folder, name, lambda record: record["step"] <= self.step)
+        cut = [logs.keep(self.folder, name, lambda record: record["step"] <= self.step) for name in logs.IDENTITY]
         (self.folder / "summary.json").unlink(missing_ok=True)
         logs.append(self.folder, "sessions.jsonl", [{
             "step": self.step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "command": shlex.join(sys.argv),
             "processes": self.processes.size, **self.resolved, **versions(), "data_sha256": self.data_sha256}])
-        tracker.begin()
+        tracker.begin(any(cut))
 
     def log(self, record):
         """One line of log.jsonl, and of the tracker."""

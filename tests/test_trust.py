@@ -288,7 +288,7 @@ def test_memory_does_not_grow_over_ten_thousand_iterations(corpus, tmp_path, mon
     found, update = [], train.update
 
     def watched(*arguments):
-        if arguments[5] % 1000 == 0:
+        if arguments[4] % 1000 == 0:
             found.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
         return update(*arguments)
 

@@ -225,6 +225,16 @@ def test_killed_between_its_summary_and_the_end_of_its_history_the_next_start_se
     assert summary["best_val_loss"] == logs.read_summary(folder)["best_val_loss"] and not logs.interrupted(folder)
 
 
+def test_what_is_done_again_is_not_sent_twice(corpus, tmp_path):
+    """A length curve between the kill and the resumption has already sent the log, which is then cut back to the checkpoint."""
+    folder = tmp_path / "out" / "rope-1"
+    start(corpus, folder, stop_at=25)
+    (folder / "last.pt").unlink()
+    assert lengths.main([str(folder), "--contexts", "32"]) == 0
+    start(corpus, folder)
+    whole_history(folder)
+
+
 def test_a_run_survives_the_death_of_wandb_and_is_sent_later(corpus, tmp_path, monkeypatch, capsys):
     import wandb
 
