@@ -2,6 +2,7 @@
 
     python compare.py out/learned-1337 out/sinusoidal-1337 out/rope-1337
 """
+import math
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -67,13 +68,18 @@ def groups(runs):
     return named
 
 
+def deviation(values):
+    """Standard deviation; no number where a value is not finite."""
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
 def spread(values, digits=4):
-    """Mean, and where there are several values their standard deviation, as text."""
-    values = [v for v in values if isinstance(v, int | float)]
+    """Mean, and where there are several values their standard deviation, as text; what is no number does not count."""
+    values = [v for v in values if isinstance(v, float) or (isinstance(v, int) and abs(v) < 2**63)]
     if not values:
         return "-"
     mean = f"{statistics.fmean(values):,.{digits}f}"
-    return mean if len(values) == 1 else f"{mean}±{statistics.stdev(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean}±{deviation(values):.{digits}f}"
 
 
 def same_windows(runs):
@@ -90,7 +96,7 @@ def paired(curves, bases, context):
         return "-"
     differences = [statistics.fmean(a) - statistics.fmean(b)
                    for a, b in zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True)]
-    return f"{statistics.fmean(differences):+.3f}±{statistics.stdev(differences) / len(differences) ** 0.5:.3f}"
+    return f"{statistics.fmean(differences):+.3f}±{deviation(differences) / len(differences) ** 0.5:.3f}"
 
 
 def aligned(rows):
@@ -136,7 +142,7 @@ def points(curves):
     """
     xs = sorted(set.intersection(*(set(curve) for curve in curves)))
     losses = [[curve[x]["loss"] for curve in curves] for x in xs]
-    spreads = [statistics.stdev(values) if len(values) > 1 else curves[0][x]["stderr"] for values, x in zip(losses, xs)]
+    spreads = [deviation(values) if len(values) > 1 else curves[0][x]["stderr"] for values, x in zip(losses, xs)]
     return xs, [statistics.fmean(values) for values in losses], spreads
 
 

@@ -69,7 +69,7 @@ def share(text, errors="strict"):
 def validation(names):
     """The names that go to validation: a tenth by hash, but at least one, and never all."""
     shares = {name: share(name, "surrogateescape") for name in names}  # names of files may hold bytes that are not UTF-8
-    ranked, count = sorted(shares, key=shares.get), sum(share < VALIDATION for share in shares.values())
+    ranked, count = sorted(shares, key=shares.get), sum(value < VALIDATION for value in shares.values())
     return set(ranked[:min(max(count, 1), len(ranked) - 1)])
 
 
