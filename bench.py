@@ -31,12 +31,12 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
+import checkpoints
 import lengths
 import logs
 import machine
 import optim
 import pretrained
-import run
 import sample
 import train
 from batches import gather, load_data
@@ -310,7 +310,7 @@ def foreign(folder):
 def imported_sampling(folder, tokens):
     (values, weights), _ = pretrained.load(folder)
     model = GPT(config_of(**values), len(weights["embed.weight"])).eval()
-    run.fill(model, weights, folder)
+    checkpoints.fill(model, weights, folder)
     start = ids_of((1, 8), vocab_size=50257)
     return lambda: list(sample.stream(model, start, tokens, generator=torch.Generator().manual_seed(0)))
 

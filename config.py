@@ -33,8 +33,8 @@ REQUIRED = {  # those of them without a default, and what they are like
     **dict.fromkeys(("short_factor", "long_factor"), "both, a number for each plane"),
 }
 
-# Keys that may differ when a run is continued: they change what is written or when it stops, never what is computed.
-NEUTRAL = ("out_dir", "overwrite", "log_interval", "checkpoint_interval", "stop_at", "wandb", "wandb_project")
+# Keys that may differ when a run is continued: they change what is written or when it stops, and of numbers the rounding.
+NEUTRAL = ("out_dir", "overwrite", "log_interval", "checkpoint_interval", "stop_at", "parallel", "wandb", "wandb_project")
 
 
 class Config(Options):

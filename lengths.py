@@ -12,9 +12,10 @@ import math
 import numpy as np
 
 import compare
+import files
 import logs
 from batches import gather, load_data, window_ends
-from config import Evaluation, run_arguments
+from config import Evaluation, read_config, run_arguments
 from options import UserError, command, helped
 from parallel import ALONE
 
@@ -49,8 +50,8 @@ def window_losses(model, tokens, ends, context, last, processes=ALONE):
     model.eval()
     device, losses = model.embed.weight.device, np.zeros((len(ends), last))
     # Of long windows, the model takes a chunk at a time; the keys of all of them are held.
-    together = max(1, min(TOKENS // min(context, model.CHUNK), HELD // context))
-    parts = np.array_split(np.arange(len(ends)), math.ceil(len(ends) / together))
+    at_once = max(1, min(TOKENS // min(context, model.CHUNK), HELD // context))
+    parts = np.array_split(np.arange(len(ends)), math.ceil(len(ends) / at_once))
     for first in range(0, len(parts), processes.size):
         # As many calls in every process: a distributed model is put together in all of them. Some of the last do not count.
         number = min(first + processes.rank, len(parts) - 1)
@@ -187,9 +188,9 @@ def main(argv):
     folder, options = run_arguments(argv, Lengths)
     import run  # torch takes seconds to import; --help and refusals do without
 
-    restored = run.restore(folder, options.checkpoint, **options.changes())
-    with run.hold(restored.folder):
-        return record(restored, options)
+    read_config(folder)  # it is a run's folder
+    with files.hold(folder):
+        return record(run.restore(folder, options.checkpoint, **options.changes()), options)
 
 
 def record(restored, options):
@@ -199,6 +200,7 @@ def record(restored, options):
         raise UserError(f"dataset = {restored.config.dataset}: the text has changed since {restored.folder} was trained",
                         "its curves would not be comparable; train again with --overwrite")
     tracker = logs.TRACKERS[restored.trained.wandb](restored.folder, restored.trained)
+    tracker.open()
     tracker.begin()
     measure(restored.folder, restored.model, restored.step, options.checkpoint, data, tracker, options.contexts,
             restored.trained)

@@ -1,7 +1,6 @@
 """Where numbers go: lines of JSON in the run's folder, which are the truth, and wandb, which shows them.
 
-What a function here has written is on the disk when it returns, and a process that is killed leaves at most a torn last line
-or a file *.new, which the next one removes.
+What is written is on the disk when a function returns; a process that is killed leaves at most a torn last line.
 """
 import contextlib
 import functools
@@ -13,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import files
 from options import UserError
 
 # What makes two lines of a file the same measurement: the later one replaces the earlier when read.
@@ -58,8 +58,8 @@ def curve_name(record):
 def read(folder, name):
     """-> the records of folder/name in order, of each identity the last. A last line cut off by a crash does not count."""
     path, records = Path(folder, name), {}
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
-    for number, line in enumerate(lines, 1):
+    whole, _, _ = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
+    for number, line in enumerate(whole.split(b"\n"), 1):
         try:
             if line:
                 record = json.loads(line)
@@ -68,8 +68,7 @@ def read(folder, name):
                 records.pop(IDENTITY[name](record), None)
                 records[IDENTITY[name](record)] = record
         except (ValueError, KeyError, TypeError):
-            if number < len(lines):
-                raise UserError(f"{path}, line {number}: not a record of this program", "remove that line") from None
+            raise UserError(f"{path}, line {number}: not a record of this program", "remove that line") from None
     return list(records.values())
 
 
@@ -90,7 +89,7 @@ def append(folder, name, records):
         file.flush()
         os.fsync(file.fileno())
     if not size:
-        flush(folder)
+        files.flush(folder)
 
 
 def keep(folder, name, wanted):
@@ -98,7 +97,7 @@ def keep(folder, name, wanted):
     path = Path(folder, name)
     text = lines(filter(wanted, read(folder, name)))
     if changed := path.exists() and text != path.read_bytes():
-        replace(path, text)
+        files.replace(path, text)
     return changed
 
 
@@ -109,36 +108,19 @@ def put(folder, name, records, old):
     if len(kept) == len(before):
         append(folder, name, records)
     else:
-        replace(Path(folder, name), lines(kept + records))
-
-
-def replace(path, content):
-    """Write bytes beside path, flush them to the disk, and move them there: the old or the new file, never a part."""
-    beside = path.with_name(path.name + ".new")
-    try:
-        with open(beside, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError:
-        beside.unlink(missing_ok=True)  # of a full disk, say
-        raise
-    flush(path.parent)
-
-
-def flush(folder):
-    """Put the names in a folder on the disk: after a power failure, a file that was flushed may lack its name."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        files.replace(Path(folder, name), lines(kept + records))
 
 
 class Silent:
     """A tracker that tracks nothing: wandb = "disabled"."""
+
+    def __init__(self, folder=None, config=None):
+        self.kept = folder and Path(folder, "wandb_id.txt")
+
+    def open(self):
+        """Let a history that is there know that it will lack rows."""
+        if self.kept and self.kept.exists():
+            files.replace(self.kept, f"{identity(self.kept)} open\n".encode())
 
     def begin(self, cut=False):
         pass
@@ -160,6 +142,12 @@ def interrupted(folder):
     """Whether the run's history in wandb was not ended by the process that wrote it."""
     kept = Path(folder, "wandb_id.txt")
     return kept.exists() and "open" in kept.read_text(encoding="utf-8", errors="replace")
+
+
+def identity(kept):
+    """-> the run's id in wandb that a file holds, or None."""
+    words = kept.read_text(encoding="utf-8", errors="replace").split() if kept.exists() else []
+    return words[0] if words and words[0].isalnum() else None
 
 
 def surviving(method):
@@ -194,9 +182,9 @@ class Wandb:
         import wandb
 
         self.wandb, self.folder, self.kept = wandb, Path(folder), Path(folder, "wandb_id.txt")
-        known = self.kept.read_text(encoding="utf-8", errors="replace").split() if self.kept.exists() else []
-        self.identity = known[0] if known and known[0].isalnum() and not config.overwrite else secrets.token_hex(4)
-        self.interrupted = interrupted(folder) and not config.overwrite
+        known = None if config.overwrite else identity(self.kept)
+        self.identity = known or secrets.token_hex(4)
+        self.interrupted = known is None or interrupted(folder)  # without an id, nothing was sent so far
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         # wandb names its folder by the second; two in one second would be one, and the first one's rows lost.
         while any(self.folder.parent.glob(f"wandb/*run-{time.strftime('%Y%m%d_%H%M%S')}-{self.identity}")):
@@ -210,13 +198,16 @@ class Wandb:
             raise UserError(f"wandb = {config.wandb}: {str(error).splitlines()[0]}",
                             "use --wandb offline, or log in with `wandb login`") from None
 
+    def open(self):
+        """Note that what is sent from now on is not whole before `finish`."""
+        files.replace(self.kept, f"{self.identity} open\n".encode())
+
     def begin(self, cut=False):
         """Take the history up where the run's files have it. cut: whether they have lost what was sent before.
 
         What a process that was killed left of it offline lacks rows that were in memory. It is set aside, and the files,
         which lack none, are sent from the first row: offline folders together hold each row once.
         """
-        replace(self.kept, f"{self.identity} open\n".encode())
         self.define_axes()
         if self.interrupted or cut:
             aside, current = self.folder.parent / "wandb" / "aside", Path(self.run.dir).parent.name
@@ -282,7 +273,7 @@ class Wandb:
         """The run, or this part of it, has ended well."""
         self.run.summary.update(summary)
         self.run.finish()
-        replace(self.kept, f"{self.identity}\n".encode())
+        files.replace(self.kept, f"{self.identity}\n".encode())
 
     @surviving
     def fail(self):
@@ -290,4 +281,4 @@ class Wandb:
         self.run.finish(exit_code=1)
 
 
-TRACKERS = {"disabled": lambda folder, config: Silent(), "offline": Wandb, "online": Wandb}
+TRACKERS = {"disabled": Silent, "offline": Wandb, "online": Wandb}

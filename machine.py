@@ -14,6 +14,7 @@ import torch
 
 from model import GPT
 from options import UserError
+from parallel import ALONE
 
 
 def resolve(config):
@@ -68,7 +69,7 @@ def set_up(threads):
             mallopt(option, value)
 
 
-def room_for(config, vocab_size, device, dtype=None):
+def room_for(config, vocab_size, device, dtype=None, processes=ALONE):
     """Refuse a model that cannot fit into the memory of this machine, before the attempt ends the process without a word.
 
     dtype: that of its training; None if it is only read.
@@ -77,11 +78,14 @@ def room_for(config, vocab_size, device, dtype=None):
         return
     with torch.device("meta"):
         model = GPT(config, vocab_size)
-    needed = 4 * model.size() + (training_memory(model, dtype) if dtype else 0)
-    if config.parallel == "fsdp":
-        needed /= int(os.environ.get("WORLD_SIZE", 1))
+    needed = 4 * model.size()
+    if dtype:
+        rows = config.batch_size * config.gradient_accumulation_steps
+        windows = min(config.batch_size, -(-rows // processes.size))  # that a process computes at once
+        states, activations = training_memory(model, windows, dtype)
+        needed = (needed + states) / (processes.size if config.parallel == "fsdp" else 1) + activations
     if device == "cpu":
-        needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        needed *= processes.local_size
     if needed > present:
         place = "this machine" if device == "cpu" else device
         raise UserError(f"{model.size():,} parameters{' and their training' * bool(dtype)} need about {needed / 2**30:.1f} GiB "
@@ -89,19 +93,19 @@ def room_for(config, vocab_size, device, dtype=None):
                         "a smaller n_layer, n_embd, block_size or batch_size needs less")
 
 
-def training_memory(model, dtype):
-    """-> bytes that training needs beside the weights: gradients, moments, and what a pass keeps for its gradient.
+def training_memory(model, windows, dtype):
+    """-> bytes that training needs beside the weights: for gradients and moments; for what a pass over `windows` keeps.
 
     Of the tensors that autograd is known to keep, so that nothing is refused that would have fitted; 0.9 to 2.4 times as much
     was held where it was measured (docs/trust.md).
     """
     config, matrices = model.config, sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
     moments = 2 * model.size() - (matrices if config.optimizer == "muon" else 0)
-    tokens, heads = config.batch_size * config.block_size, config.n_head + 2 * config.kv_heads
+    tokens, heads = windows * config.block_size, config.n_head + 2 * config.kv_heads
     width = 4 if dtype == "float32" else 2
     block = 4 * config.n_embd + 3 * heads * config.head_size + 2 * config.mlp_width
     logits = 3 * min(tokens * model.embed.num_embeddings, model.LOGITS)
-    return 4 * (model.size() + moments + logits) + width * tokens * block * config.n_layer
+    return 4 * (model.size() + moments), 4 * logits + width * tokens * block * config.n_layer
 
 
 def memory(device):

@@ -80,6 +80,10 @@ class Muon(Optimizer):
         return {"momentum": torch.zeros_like(p)}
 
     def update(self, params, grads, group):
+        if len(params) > 1 and hasattr(params[0], "full_tensor"):  # whole only one at a time
+            for p, grad in zip(params, grads):
+                self.update([p], [grad], group)
+            return
         buffers = self.moments("momentum", params)
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])

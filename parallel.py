@@ -17,9 +17,18 @@ from options import UserError
 
 
 class Alone:
-    """A single process: nothing to share, and nobody to wait for."""
+    """A single process: nothing to share, and nobody to wait for.
 
-    rank, size = 0, 1
+    As a context: only the main process prints, and where another is gone, this one says so and ends with code 1.
+    """
+
+    rank, size, local_size = 0, 1, 1  # which of all processes, how many there are, and how many on this machine
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        pass
 
     @property
     def main(self):
@@ -34,14 +43,6 @@ class Alone:
 
     def first(self):
         """A context that the main process leaves before the others enter: it prepares what they then find."""
-        return contextlib.nullcontext()
-
-    def quiet(self):
-        """A context in which only the main process prints."""
-        return contextlib.nullcontext()
-
-    def watched(self):
-        """A context that says in two lines that another process is gone, and ends this one."""
         return contextlib.nullcontext()
 
     def distribute(self, model):
@@ -68,12 +69,11 @@ class Alone:
         """numbers: an array of the same shape in every process -> float64, summed over the processes."""
         return np.asarray(numbers, dtype=np.float64)
 
-    def number(self, tensor):
-        """-> the number that a tensor () holds."""
-        return tensor.item()
-
     def gather(self, state):
-        """Nested dictionaries and lists of tensors -> the same, whole and on the CPU, for the main process; others get None."""
+        """Nested dictionaries and lists of tensors -> the same with whole tensors, for the main process; others get None.
+
+        All processes must call it.
+        """
         return state
 
     def fill(self, model, weights):
@@ -94,14 +94,31 @@ class DataParallel(Alone):
         import torch.distributed as dist
 
         self.dist, self.rank, self.size = dist, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.local_size = int(os.environ["LOCAL_WORLD_SIZE"])
         if not dist.is_initialized():
             store, *_ = next(dist.rendezvous("env://"))
             if os.environ.get("GROUP_WORLD_SIZE") == "1":
                 # After a restart the addresses of dead processes are still in the store. With several agents, which do not
                 # know of each other's restarts, torchrun itself must leave them behind (docs/trust.md).
                 store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-            # Hours, because the others wait while the main process prepares a large text.
-            dist.init_process_group(store=store, rank=self.rank, world_size=self.size, timeout=timedelta(hours=6))
+            dist.init_process_group(store=store, rank=self.rank, world_size=self.size, timeout=timedelta(minutes=30))
+        # A large text is prepared by the main process for hours, while the others wait.
+        self.patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+
+    def __enter__(self):
+        self.stdout = sys.stdout
+        if not self.main:
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")
+        return self
+
+    def __exit__(self, kind, error, *trace):
+        sys.stdout = self.stdout
+        gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()  # which has no kind of error of its own
+        if gloo or isinstance(error, self.dist.DistError):
+            print(f"error: process {self.rank} of {self.size}: another process of this job has ended\n"
+                  "       the last checkpoint is whole: start the job again, or let torchrun --max-restarts do it",
+                  file=sys.stderr, flush=True)
+            raise SystemExit(1) from None
 
     def device(self, kind):
         import torch
@@ -112,7 +129,7 @@ class DataParallel(Alone):
         return kind
 
     def wait(self):
-        self.dist.barrier()
+        self.dist.barrier(group=self.patient)
 
     @contextlib.contextmanager
     def first(self):
@@ -122,41 +139,20 @@ class DataParallel(Alone):
         if self.main:
             self.wait()
 
-    @contextlib.contextmanager
-    def quiet(self):
-        with contextlib.ExitStack() as stack:
-            if not self.main:
-                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-                stack.enter_context(contextlib.redirect_stdout(nowhere))
-            yield
-
-    @contextlib.contextmanager
-    def watched(self):
-        try:
-            yield
-        except RuntimeError as error:
-            lost = isinstance(error, self.dist.DistError) or "gloo/transport" in str(error)  # gloo has no kind of its own
-            if not lost:
-                raise
-            print(f"error: process {self.rank} of {self.size}: another process of this job has ended\n"
-                  "       the last checkpoint is whole: start the job again, or let torchrun --max-restarts do it",
-                  file=sys.stderr, flush=True)
-            raise SystemExit(1) from None
-
     def distribute(self, model):
         from torch import nn
 
         class Loss(nn.Module):
             """The loss as a forward pass, which is what the engine watches."""
 
-            def __init__(self):
+            def __init__(self, model):
                 super().__init__()
                 self.model = model
 
             def forward(self, *arguments, **settings):
-                return model.loss(*arguments, **settings)
+                return self.model.loss(*arguments, **settings)
 
-        self.engine = nn.parallel.DistributedDataParallel(Loss())
+        self.engine = nn.parallel.DistributedDataParallel(Loss(model))
 
     def loss(self, model):
         return self.engine
@@ -196,20 +192,15 @@ class Sharded(DataParallel):
         return model.loss
 
     def last_pass(self, last):
-        return contextlib.nullcontext()
-
-    def number(self, tensor):
-        return tensor.full_tensor().item()
+        return contextlib.nullcontext()  # kept for a later exchange, gradients would be whole matrices
 
     def gather(self, state):
-        from torch.distributed.tensor import DTensor
-
         if isinstance(state, dict):
             whole = {key: self.gather(value) for key, value in state.items()}
         elif isinstance(state, list):
             whole = [self.gather(value) for value in state]
         else:
-            whole = state.full_tensor().cpu() if isinstance(state, DTensor) else state  # all processes take part
+            whole = full(state).cpu()
         return whole if self.main else None
 
     def fill(self, model, weights):
@@ -218,7 +209,12 @@ class Sharded(DataParallel):
         set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
 
 
-# Parts of a distributed tensor, for optimizers
+# Distributed tensors and what a process holds of them. What makes one whole must be called by all processes.
+
+
+def full(tensor):
+    """-> the whole of a tensor that may be distributed."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def local(tensor):

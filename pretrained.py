@@ -296,7 +296,10 @@ def read_tensors(path):
             from safetensors.torch import load_file
 
             return load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(content, dict):
+            raise ValueError("no dictionary")
+        return content
     except Exception as error:  # either library raises many kinds for damaged files
         reason = (str(error) or type(error).__name__).splitlines()[0][:100]
         raise UserError(f"{path}: damaged, or no weights ({reason})", "download it again") from None
@@ -308,7 +311,7 @@ def read_json(path):
         if not isinstance(content, dict):
             raise ValueError("not an object")
         return content
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({error})", "a model's folder has a config.json and its weights") from None
 
 
@@ -348,9 +351,9 @@ def load(path):
     path = Path(path)
     if path.is_file():
         content = read_tensors(path)
-        if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("model", "model_args")):
+        if not all(isinstance(content.get(key), dict) for key in ("model", "model_args")):
             raise UserError(f"{path}: not nanoGPT's checkpoint", "wanted: a file with model and model_args")
-        weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in content["model"].items()}
+        weights = {str(name).removeprefix("_orig_mod."): tensor for name, tensor in content["model"].items()}
         return convert(path, NanoGPT(), content["model_args"], weights), None
     folder = path if path.is_dir() else fetch(str(path))
     if not (folder / "config.json").is_file():
@@ -371,11 +374,13 @@ def convert(path, family, theirs, weights):
     """-> (config keys, weights) of ours, of the same shapes."""
     import torch
 
+    from checkpoints import fill
     from model import GPT
-    from run import fill
 
     if theirs.get("quantization_config"):
         raise UserError(f"{path}: quantized weights", "give the model in 16 or 32 bits")
+    if not all(isinstance(part, torch.Tensor) and part.layout is torch.strided and part.is_cpu for part in weights.values()):
+        raise UserError(f"{path}: weights that are no dense tensors", "download it again")
     try:
         values = {key: value for key, value in family.settings(theirs).items() if value is not None}
         made = to_ours(family, build(Config, values), weights)
@@ -383,7 +388,7 @@ def convert(path, family, theirs, weights):
         raise UserError(f"{path}: its configuration lacks {error}", "is it a whole config.json?") from None
     except UserError as error:
         raise UserError(f"{path}: {error.problem}", error.advice) from None
-    except (TypeError, AttributeError, ValueError, RuntimeError) as error:
+    except (TypeError, AttributeError, ValueError, RuntimeError, ArithmeticError) as error:
         raise UserError(f"{path}: its configuration or weights are not of this kind ({error})", "download it again") from None
     if "embed.weight" not in made:
         raise UserError(f"{path}: no token embeddings among its weights", "is it a whole language model?")
@@ -424,7 +429,7 @@ def must_be_free(path, key):
 
 def import_model(path, options):
     """Make a run's folder of a foreign model."""
-    import run
+    import checkpoints
     import tokenizer
     from data.prepare import prepare
 
@@ -444,7 +449,7 @@ def import_model(path, options):
     config = build(Config, values)
     out.mkdir(parents=True)
     tokenizer.save(made, out / "tokenizer.json")
-    run.save(out / "best.pt", {"step": 0, "model": weights, "data_sha256": "", "config": config.essence()})
+    checkpoints.save(out / "best.pt", {"step": 0, "model": weights, "data_sha256": "", "config": config.essence()})
     (out / "config.toml").write_text(config.toml(), encoding="utf-8")
     parameters = sum(tensor.numel() for name, tensor in weights.items() if not (config.tied and name == "head.weight"))
     print(f"{out}: {config.position} positions, {parameters:,} parameters, {size:,} ids")

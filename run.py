@@ -1,93 +1,24 @@
-"""The run's folder: what is in it, how it is written so that nothing is lost, and how a model comes back from it."""
-import io
+"""The run's folder: what is in it, how training goes on from it, and how a model comes back from it."""
 import json
+import math
 import os
 import shlex
-import shutil
 import sys
 import time
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+import files
 import logs
 import tokenizer
+from checkpoints import fill, load, load_resumable, save
 from config import MODEL, NEUTRAL, Config, read_config, with_changes
 from machine import available, resolve, room_for, set_up, versions
 from model import GPT
 from options import NotFinite, UserError, build
 from parallel import ALONE
-
-FORMAT = 2  # of checkpoints; a larger number means that older programs must not read them
-
-
-def fresh(value):
-    """Copy nested containers so that no object but a string occurs twice: a file tells a shared object from an equal copy,
-    and a resumed run must write the same bytes as one that never stopped."""
-    if isinstance(value, dict):
-        return {fresh(k): fresh(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)([fresh(v) for v in value])
-    return sys.intern(value) if isinstance(value, str) else value
-
-
-def save(path, content):
-    """Write tensors and plain values as a checkpoint: beside the old one, flushed, then moved over it. UserError if the disk
-    has no room."""
-    path, buffer = Path(path), io.BytesIO()
-    torch.save(fresh({"format": FORMAT, **content}), buffer)
-    size, free = buffer.getbuffer().nbytes, shutil.disk_usage(path.parent).free
-    if size > free:
-        raise UserError(f"{path}: {size / 2**20:.1f} MiB to write, and the disk has {free / 2**20:.1f} MiB left",
-                        "what was saved before is whole: make room, and the same command goes on from there")
-    logs.replace(path, buffer.getbuffer())
-
-
-CONTENT = {"format": int, "step": int, "model": dict, "data_sha256": str, "config": dict}
-RESUMABLE = {"optimizers": list, "resolved": dict, "best": dict, "reached": bool, "logged": int}
-
-
-def load_kinds(path, content, wanted):
-    """Refuse a checkpoint that lacks one of the entries {name: type}."""
-    if not isinstance(content, dict) or not all(isinstance(content.get(key), kind) for key, kind in wanted.items()):
-        raise UserError(f"{path}: not a checkpoint of this program, or not of this kind", "give a folder that train.py wrote")
-
-
-def load(path):
-    """-> what `save` wrote, on the CPU. Nothing in the file is executed. UserError if it is missing, foreign or damaged."""
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path}: no checkpoint", "train the run first: python train.py CONFIG.toml")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
-                raise ValueError("compressed")  # torch never does, and a small file could fill the memory
-            if part := archive.testzip():  # torch does not look at the checksums
-                raise ValueError(f"checksum of {part}")
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises a dozen kinds for damaged files, pickle's among them
-        reason = (str(error) or type(error).__name__).splitlines()[0][:100]
-        raise UserError(f"{path}: damaged, or no checkpoint ({reason})",
-                        "delete it: train.py goes on from the other of last.pt and best.pt; --checkpoint reads it") from None
-    if isinstance(content, dict) and isinstance(content.get("format"), int) and content["format"] != FORMAT:
-        raise UserError(f"{path}: checkpoint format {content['format']}, and this program reads {FORMAT}",
-                        "use the version that wrote it")
-    load_kinds(path, content, CONTENT)
-    return content
-
-
-def fill(model, weights, path, processes=ALONE):
-    """Load weights into the model, all or none; wrappers' prefixes are taken off."""
-    weights = {str(key).removeprefix("module.").replace("_orig_mod.", ""): value for key, value in weights.items()}
-    own = model.state_dict()
-    for key in sorted(own.keys() | weights.keys()):
-        here, there = (tuple(getattr(d[key], "shape", ())) if key in d else "nothing" for d in (own, weights))
-        if here != there:
-            raise UserError(f"{path}: weights of another configuration: {key} is {there} there and {here} here",
-                            "the checkpoint belongs to a model of another shape")
-    processes.fill(model, weights)
 
 
 @dataclass
@@ -142,43 +73,24 @@ def refuse_difference(path, before, now, free=NEUTRAL):
                             "give another --out_dir, or --overwrite to delete that run")
 
 
-def hold(folder):
-    """-> an open file; until it is closed, or this process ends in whatever way, no other can hold the folder.
-
-    UserError if another does.
-    """
-    try:
-        file = open(Path(folder, ".lock"), "ab")  # noqa: SIM115
-    except OSError as error:
-        raise UserError(f"{folder}: {error.strerror}", "give a folder that can be written") from None
-    try:
-        if os.name == "nt":
-            import msvcrt
-
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        file.close()
-        raise UserError(f"{folder}: another process is writing into this folder",
-                        "wait until it has ended, or give another folder") from None
-    except OSError as error:  # of file systems without locks
-        print(f"{folder}: cannot be locked ({error.strerror}); see to it that no other process writes into it", file=sys.stderr)
-    return file
-
-
 class Run:
     """A folder that a run is written to, new or continued, and held until it is left. Everything is checked before anything is
-    written. Of several processes only the main one writes."""
+    written. Of several processes only the main one writes.
 
-    FILES = ("last.pt", "best.pt", "summary.json", "curves.png", "tokenizer.json", "sessions.jsonl", *logs.IDENTITY)
+    In this order: Run(config), settle, load_weights, load_optimizers, begin; then log and save; at the end load_best, finish.
+    """
+
+    # Weights first: if --overwrite is killed meanwhile, what is left is never taken for a run that can go on.
+    FILES = ("last.pt", "best.pt", "summary.json", "curves.png", "tokenizer.json", "sessions.jsonl", "wandb_id.txt",
+             *logs.IDENTITY)
 
     def __init__(self, config, processes=ALONE):
         """Look at config.out_dir, and refuse what is not this run."""
         self.config, self.folder, self.processes = config, Path(config.out_dir), processes
-        self.state, self.finished, self.lock, self.tracker = None, False, None, logs.Silent()
+        self.state = self.origin = self.lock = None  # of the checkpoint that training goes on from; the checkpoint; see hold
+        self.finished, self.tracker = False, logs.Silent()
+        # What torchrun starts again goes on, although the command that it repeats says otherwise.
+        self.overwrite = config.overwrite and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         try:
             if any(part.is_file() for part in (self.folder, *self.folder.parents)):
                 raise UserError(f"{self.folder}: a file is in the way", "give another --out_dir")
@@ -188,16 +100,16 @@ class Run:
             if not (self.folder / "config.toml").is_file():
                 raise UserError(f"{self.folder}: not empty, and not a run's folder", "give another --out_dir")
             weights = any((self.folder / name).exists() for name in ("last.pt", "best.pt"))
-            if not (config.overwrite and weights):  # with its weights, it is a run whatever else is in there
+            if not (self.overwrite and weights):  # with its weights, it is a run whatever else is in there
                 read_config(self.folder)
-            if self.processes.main:
-                self.lock = hold(self.folder)
-            if not config.overwrite:
+            if processes.main:
+                self.lock = files.hold(self.folder)
+            if not self.overwrite:
                 self.look()
-        except OSError as error:
-            raise UserError(f"{config.out_dir}: {error.strerror}", "give another --out_dir") from None
-        except UserError:
+        except BaseException as error:
             self.release()
+            if isinstance(error, OSError):
+                raise UserError(f"{config.out_dir}: {error.strerror}", "give another --out_dir") from None
             raise
 
     def look(self):
@@ -210,7 +122,7 @@ class Run:
         if self.state is None:
             return
         refuse_difference(self.origin, self.state["config"], self.config, (*NEUTRAL, *TEXT))
-        self.finished = bool(logs.read_summary(self.folder)) and self.config.max_iters == before.max_iters
+        self.finished = logs.read_summary(self.folder).get("max_iters") == self.config.max_iters
         if self.config.max_iters > before.max_iters:
             print(f"{self.folder}: max_iters grows from {before.max_iters} to {self.config.max_iters}, "
                   f"and the learning rate follows the longer schedule from step {self.state['step']} on")
@@ -218,21 +130,22 @@ class Run:
             print(f"{self.folder}: training goes on from best.pt, step {self.state['step']}")
 
     def choose_checkpoint(self):
-        """Take last.pt; best.pt where there is none, or where the machine has lost lines of the log that only last.pt needs."""
-        records, found = logs.read(self.folder, "log.jsonl"), []
-        for path in (self.folder / name for name in ("last.pt", "best.pt") if (self.folder / name).exists()):
-            state = load(path)
-            if RESUMABLE.keys() - state.keys():
-                raise UserError(f"{path}: weights that were not trained here",
-                                f"begin from them in another folder: --init_from {self.folder}")
-            load_kinds(path, state, RESUMABLE)
-            found.append((state["logged"] - sum(record["step"] <= state["step"] for record in records), state, path))
-            if found[-1][0] <= 0:
-                break
-        if found:
-            lacking, self.state, self.origin = next((each for each in found if each[0] <= 0), found[0])
-            if lacking > 0:
-                print(f"{self.folder}: log.jsonl has lost {lacking} lines before step {self.state['step']}", file=sys.stderr)
+        """Take the newer of last.pt and best.pt, or the one before which no line of the log is lost."""
+        steps = [record["step"] for record in logs.read(self.folder, "log.jsonl")]
+
+        def lost(state):
+            return max(0, state["logged"] - sum(step <= state["step"] for step in steps))
+
+        paths = [self.folder / name for name in ("last.pt", "best.pt") if (self.folder / name).exists()]
+        found = [(load_resumable(path), path) for path in paths]
+        if not found:
+            return
+        self.state, self.origin = min(found, key=lambda each: (lost(each[0]) > 0, -each[0]["step"]))
+        if lines := lost(self.state):
+            print(f"{self.folder}: log.jsonl has lost {lines} lines before step {self.state['step']}", file=sys.stderr)
+        best = next((state["step"] for state, path in found if path.name == "best.pt"), None)
+        if best != self.state["best"]["step"]:  # it is lost, or of a step that is now done again
+            self.state["best"] = {"step": None, "val_loss": math.inf}
 
     def __enter__(self):
         return self
@@ -258,13 +171,16 @@ class Run:
                                 "the weights know the ids of their own tokenizer; leave the key out")
         self.data_sha256 = data.sha256
         self.resolved = self.state["resolved"] if self.state else resolve(self.config)
+        if self.resolved.setdefault("processes", self.processes.size) != self.processes.size:
+            threads = self.config.threads or torch.get_num_threads()  # as many processes may have a core less each
+            self.resolved = {**self.resolved, "processes": self.processes.size, "threads": threads}
         available(self.resolved["device"])
-        self.best = self.state["best"] if self.state else {"step": None, "val_loss": float("inf")}
+        self.best = self.state["best"] if self.state else {"step": None, "val_loss": math.inf}
         self.step = self.state["step"] if self.state else 0
         self.reached = self.state["reached"] if self.state else False  # target_val_loss
         return self.resolved
 
-    def load_into(self, model):
+    def load_weights(self, model):
         """Give a continued run its weights back, a new one the weights it begins from."""
         if self.state:
             fill(model, self.state["model"], self.origin)
@@ -285,8 +201,10 @@ class Run:
 
     def begin(self, text):
         """Create the folder, or take it up again at the checkpoint."""
-        self.processes.wait()  # until all have read what is rewritten here
-        self.seconds = 0.0
+        if self.processes.total(self.step) != self.step * self.processes.size:  # waits until all have read what changes now
+            raise UserError(f"{self.folder}: processes see different checkpoints", "all must see one file system")
+        self.state = None  # its memory is needed
+        self.seconds, self.logged = 0.0, 0  # of the main process alone
         if self.processes.main:
             try:
                 self.write_beginning(text)
@@ -294,30 +212,31 @@ class Run:
                 raise UserError(f"{self.folder}: {error.strerror}", "give another --out_dir") from None
             records = logs.read(self.folder, "log.jsonl")
             self.logged, self.seconds = len(records), max((r.get("seconds", 0.0) for r in records), default=0.0)
-        self.state = None  # its memory is needed
         self.processes.wait()
 
     def write_beginning(self, text):
-        tracker = logs.TRACKERS[self.config.wandb](self.folder, self.config)  # first: it may be refused
+        """Killed after any line, it is done again by the next start."""
+        config = self.config.model_copy(update={"overwrite": self.overwrite})
+        self.tracker = logs.TRACKERS[config.wandb](self.folder, config)  # first: it may be refused
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.lock is None:
-            self.lock = hold(self.folder)
+            self.lock = files.hold(self.folder)
             if (self.folder / "config.toml").exists():
                 raise UserError(f"{self.folder}: another process began a run here meanwhile", "give another --out_dir")
-        self.tracker = tracker
-        for name in self.FILES if self.config.overwrite else ():
+        for name in self.FILES if self.overwrite else ():
             (self.folder / name).unlink(missing_ok=True)
-        for half in self.folder.glob("*.new"):
-            half.unlink()
-        logs.replace(self.folder / "config.toml", self.config.toml().encode())
-        logs.flush(self.folder.parent)
+        for name in (*self.FILES, "config.toml"):
+            (self.folder / f"{name}.new").unlink(missing_ok=True)
+        files.replace(self.folder / "config.toml", config.toml().encode())
+        files.flush(self.folder.parent)
         tokenizer.save(text, self.folder / "tokenizer.json")
+        self.tracker.open()
         cut = [logs.keep(self.folder, name, lambda record: record["step"] <= self.step) for name in logs.IDENTITY]
         (self.folder / "summary.json").unlink(missing_ok=True)
         logs.append(self.folder, "sessions.jsonl", [{
             "step": self.step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "command": shlex.join(sys.argv),
-            "processes": self.processes.size, **self.resolved, **versions(), "data_sha256": self.data_sha256}])
-        tracker.begin(any(cut))
+            **self.resolved, **versions(), "data_sha256": self.data_sha256}])
+        self.tracker.begin(any(cut))
 
     def log(self, record):
         """One line of log.jsonl, and of the tracker."""
@@ -335,9 +254,14 @@ class Run:
     def load_best(self, model):
         """Give the model the weights of best.pt."""
         self.processes.wait()  # until it is written
-        fill(model, load(self.folder / "best.pt")["model"], self.folder / "best.pt", self.processes)
+        path = self.folder / "best.pt"
+        content = load(path)
+        if content["step"] != self.best["step"]:
+            raise UserError(f"{path}: of step {content['step']}, and the best of this run is of step {self.best['step']}",
+                            "delete it: the same command goes on without it")
+        fill(model, content["model"], path, self.processes)
 
-    def save(self, name, model, optimizers, step, reached=False):
+    def save(self, name, model, optimizers, step, reached):
         """Write last.pt or best.pt, from which training goes on bit for bit: no clock and no random state are in it.
 
         NotFinite, and the file that is there stays, if a weight is no number.
@@ -355,8 +279,9 @@ class Run:
     def finish(self, summary):
         """Write summary.json and end the tracker; from now on the run is finished."""
         if self.processes.main:
-            summary = {**summary, **self.resolved, **versions(), "data_sha256": self.data_sha256}
-            logs.replace(self.folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+            summary = {**summary, "max_iters": self.config.max_iters, **self.resolved, **versions(),
+                       "data_sha256": self.data_sha256}
+            files.replace(self.folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
             self.tracker.finish(summary)
 
     def mend(self):

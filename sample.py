@@ -92,9 +92,9 @@ def starting_text(options):
 
 
 def encode_start(prompt, tokenizer):
-    """-> ids of the prompt, or of the start of a document where there is none."""
-    if prompt:
-        return [int(i) for i in tokenizer.encode(prompt)]
+    """-> ids of the prompt, or of the start of a document where that has none."""
+    if ids := [int(i) for i in tokenizer.encode(prompt or "")]:
+        return ids
     if tokenizer.separator is not None:
         return [tokenizer.separator]
     return [tokenizer.tokens.index(b"\n") if b"\n" in tokenizer.tokens else 0]

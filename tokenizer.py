@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-import logs
+import files
 from options import UserError
 
 # How text is cut before bytes are paired; no pair crosses a cut. Words and signs take one space before them, digits stay
@@ -22,11 +22,14 @@ PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*\n[ \t]*|\s+(?!\S)|\s+"
 
 
 class Tokenizer:
-    """What the three kinds share. tokens: the bytes of every id in order, empty for ids that stand for no text."""
+    """What the kinds share. tokens: the bytes of every id in order, empty for ids that stand for no text. STATE: the types of
+    what `state` gives."""
 
     padding = 0
 
     def __init__(self, tokens, separator):
+        if separator is not None and not 0 <= separator < len(tokens):
+            raise ValueError(f"its separator {separator} is none of its {len(tokens)} ids")
         self.tokens = tokens
         self.separator = separator
 
@@ -54,6 +57,8 @@ class Tokenizer:
 
 class Char(Tokenizer):
     """One id for each of `characters`, in their order."""
+
+    STATE = {"characters": str, "separated": bool}
 
     def __init__(self, characters, separated=False):
         super().__init__([c.encode("utf-8") for c in characters] + [b""] * separated, len(characters) if separated else None)
@@ -93,6 +98,8 @@ def alphabet(texts):
 
 class Byte(Tokenizer):
     """The 256 bytes of UTF-8, and 256 as the separator."""
+
+    STATE = {"separated": bool}
 
     def __init__(self, separated=True):
         super().__init__([bytes([b]) for b in range(256)] + [b""] * separated, 256 if separated else None)
@@ -143,6 +150,8 @@ def learn(texts, vocab_size):
 class BPE(Tokenizer):
     """Byte pairs. An id is also the rank of its merge: of two neighbours the pair with the lowest id merges first."""
 
+    STATE = {"pattern": str, "separator": int | None, "tokens": list}
+
     def __init__(self, tokens, pattern, separator=None):
         super().__init__(tokens, separator)
         self.pattern = pattern
@@ -175,6 +184,11 @@ class BPE(Tokenizer):
             return self.engine.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:  # half a surrogate pair: how Python holds a byte of the command line that is not UTF-8
             return self.encode(text.encode("utf-8", errors="replace").decode("utf-8"))
+        except BaseException as error:
+            if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":  # of a library in Rust
+                raise
+            raise UserError(f"text that this tokenizer cannot cut ({error})",
+                            "a million spaces in a row are too many for it: shorten them, or take the tokenizer byte") from None
 
     def state(self):
         tokens = self.tokens[:self.vocab_size - self.padding]
@@ -185,6 +199,7 @@ class BPE(Tokenizer):
 class Hub(Tokenizer):
     """A tokenizer of the library `tokenizers`, as Hugging Face models bring it: the text of its tokenizer.json."""
 
+    STATE = {"file": str}
     SEPARATORS = ("<|begin_of_text|>", "<s>", "<bos>", "<|endoftext|>", "</s>", "<eos>")  # the first of them that it has
     NORMALIZERS = {"Sequence", "NFC", "Prepend", "Replace"}  # those after which the text is nearly the same
 
@@ -223,7 +238,7 @@ def save(tokenizer, path):
     """Write all that encoding and decoding need, byte-pair vocabularies included, so that sampling needs no network."""
     kind = next(name for name, kind in KINDS.items() if type(tokenizer) is kind)
     state = {"kind": kind, **({"padding": tokenizer.padding} if tokenizer.padding else {}), **tokenizer.state()}
-    logs.replace(Path(path), json.dumps(state).encode())
+    files.replace(path, json.dumps(state).encode())
 
 
 def load(path):
@@ -234,6 +249,8 @@ def load(path):
         if "kind" not in state and "added_tokens" in state:
             return Hub(text)
         kind, padding = KINDS[state.pop("kind")], state.pop("padding", 0)
+        if padding not in range(2**20) or not all(isinstance(state[key], types) for key, types in kind.STATE.items()):
+            raise ValueError("an entry is of another type")
         if kind is BPE:
             state["tokens"] = [base64.b64decode(token) for token in state["tokens"]]
         made = kind(**state)

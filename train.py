@@ -5,6 +5,7 @@
 The loop is `train`, below. The same command again continues an unfinished run, bit for bit.
 """
 import math
+import os
 import signal
 import sys
 import time
@@ -16,22 +17,24 @@ import lengths
 from batches import batches, load_data, windows
 from config import Config, load
 from options import NotFinite, command, helped
-from parallel import ALONE, started
+from parallel import ALONE, full, started
 
 
 class Stop:
-    """Ctrl-C and SIGTERM, remembered instead of obeyed at once, so that the iteration ends and is saved."""
+    """Ctrl-C, SIGTERM and a closed terminal, remembered instead of obeyed at once, so that the iteration ends and is saved."""
 
     code = None
 
     def __enter__(self):
-        self.before = {s: signal.signal(s, self.remember) for s in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        ignored = [s for s in numbers if signal.getsignal(s) == signal.SIG_IGN]  # as nohup has it
+        self.before = {s: signal.signal(s, self.remember) for s in numbers if s not in ignored}
         return self
 
     def remember(self, number, frame):
-        if self.code is not None:  # the second time is meant
+        if self.code is not None and number == signal.SIGINT:  # a person, twice; systems repeat the others by themselves
             raise KeyboardInterrupt
-        self.code = 128 + number
+        self.code = self.code or 128 + number
 
     def __exit__(self, *raised):
         for number, handler in self.before.items():
@@ -63,9 +66,13 @@ class Progress:
                      f"{seconds_per_step * (self.max_iters - self.step):.0f} s left")
 
     def say(self, text):
-        """A line of its own, above the bar."""
-        self.bar.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        """A line of its own, above the bar. Where nobody reads it any more, as in `| head`, the run is stopped and saved."""
+        try:
+            self.bar.write(text, file=sys.stdout)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            signal.raise_signal(signal.SIGTERM)
 
 
 def update(model, optimizers, x, y, step, config, autocast, processes=ALONE):
@@ -90,7 +97,7 @@ def update(model, optimizers, x, y, step, config, autocast, processes=ALONE):
             (loss * processes.size).backward()  # the engines average gradients over processes, and sums are wanted
         total += loss.item()
     total = processes.total(total).item()
-    norm = processes.number(torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf))
+    norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)).item()
     if not math.isfinite(total + norm):
         raise NotFinite(f"step {step + 1}: loss {total}, learning rate {optimizers[0].param_groups[0]['lr']:.3g}, "
                         f"gradient norm {norm:.3g}")
@@ -107,70 +114,78 @@ def compile_blocks(model):
         block.compile(dynamic=False)
 
 
-def train(config, together=ALONE):
-    """Run config to its end, or go on with it, with the processes that train together. -> exit code."""
+def train(config, processes=ALONE):
+    """Run config to its end, or go on with it. -> exit code."""
     from run import Run  # torch takes seconds to import; --help and refusals do without
 
-    with together.quiet():
-        with together.first():
-            run = Run(config, together)
-        with run, together.watched():
-            return go_on(run, together)
+    with processes.first():
+        run = Run(config, processes)
+    with run:
+        if run.finished:
+            run.mend()
+            print(f"{run.folder}: finished at step {run.state['step']}. "
+                  "--overwrite trains it anew, a larger --max_iters goes on")
+            return 0
+        return loop(run, *prepare(run))
 
 
-def go_on(run, together):
-    """Train from where the run stands. -> exit code."""
-    import torch
-
+def prepare(run):
+    """-> the data, the model and its optimizers as the run has them at its step, on the device; and the folder begun."""
     import optim
     from machine import room_for, set_up
     from model import GPT
 
-    config = run.config
-    if run.finished:
-        run.mend()
-        print(f"{run.folder}: finished at step {run.state['step']}. --overwrite trains it anew, a larger --max_iters goes on")
-        return 0
-    with together.first():
+    config, processes = run.config, run.processes
+    with processes.first():
         data = load_data(config)
-    machine = run.settle(data)
-    room_for(config, data.tokenizer.vocab_size, together.device(machine["device"]), machine["dtype"])
-    set_up(machine["threads"])
+    resolved = run.settle(data)
+    device = processes.device(resolved["device"])
+    room_for(config, data.tokenizer.vocab_size, device, resolved["dtype"], processes)
+    set_up(resolved["threads"])
     model = GPT(config, data.tokenizer.vocab_size)
-    run.load_into(model)
-    model.to(together.device(machine["device"]))
-    if machine["compile"]:
+    run.load_weights(model)
+    model.to(device)
+    if resolved["compile"]:
         compile_blocks(model)
-    together.distribute(model)
+    processes.distribute(model)
     optimizers = optim.build(model, config)
     run.load_optimizers(optimizers)
     run.begin(data.tokenizer)
-    print(f"{run.folder}: {config.position} positions, {model.size():,} parameters, {machine['device']}, {machine['dtype']}, "
-          f"{'compiled' if machine['compile'] else 'not compiled'}, {machine['threads']} threads"
-          + (f", {together.size} processes" if together.size > 1 else "")
+    print(f"{run.folder}: {config.position} positions, {model.size():,} parameters, {resolved['device']}, {resolved['dtype']}, "
+          f"{'compiled' if resolved['compile'] else 'not compiled'}, {resolved['threads']} threads"
+          + (f", {processes.size} processes" if processes.size > 1 else "")
           + (f", going on at step {run.step}" if run.step else ""))
+    return data, model, optimizers
 
+
+def loop(run, data, model, optimizers):
+    """Train from the run's step on. -> exit code."""
+    import torch
+
+    import optim
+
+    config, processes = run.config, run.processes
     rows = config.batch_size * config.gradient_accumulation_steps
     tokens = rows * config.block_size
     stream = batches(data.train, rows, config.block_size, config.seed, run.step)
-    autocast = torch.autocast(machine["device"].partition(":")[0], torch.bfloat16, enabled=machine["dtype"] == "bfloat16")
+    autocast = torch.autocast(model.embed.weight.device.type, torch.bfloat16, enabled=run.resolved["dtype"] == "bfloat16")
     few, whole = (windows(data.val, config.block_size, count) for count in (config.eval_windows, None))
     step, reached, final, last = run.step, run.reached, None, min(config.max_iters, config.stop_at or config.max_iters)
-    started, stopping = time.perf_counter() - run.seconds, False
-    with Stop() as stop, Progress(step, config.max_iters, together.main) as progress:
+    began, stopping = time.perf_counter() - run.seconds, False
+    with Stop() as stop, Progress(step, config.max_iters, processes.main) as progress:
         while step < last and not reached and not stopping:
             before, rate = time.perf_counter(), optim.set_learning_rate(optimizers, step, config)
             x, y = map(torch.from_numpy, next(stream))
-            loss, norm = update(model.train(), optimizers, x, y, step, config, autocast, together)
+            loss, norm = update(model.train(), optimizers, x, y, step, config, autocast, processes)
             step += 1
             end, now = step == config.max_iters, time.perf_counter()
             progress.update(loss, tokens / (now - before))
             if step % config.log_interval == 0 or end:
-                run.log({"step": step, "tokens": step * tokens, "seconds": round(now - started, 3), "train_loss": loss,
+                run.log({"step": step, "tokens": step * tokens, "seconds": round(now - began, 3), "train_loss": loss,
                          "lr": rate, "grad_norm": norm, "tokens_per_second": round(tokens / (now - before))})
-                progress.line((now - started) / step)
+                progress.line((now - began) / step)
             if step % config.eval_interval == 0 or end:
-                result = lengths.evaluate(model, data, few, together)
+                result = lengths.evaluate(model, data, few, processes)
                 if not math.isfinite(result["val_loss"]):
                     raise NotFinite(f"step {step}: validation loss {result['val_loss']}, learning rate {rate:.3g}, "
                                     f"gradient norm {norm:.3g}")
@@ -178,41 +193,43 @@ def go_on(run, together):
                              f"({result['windows']} windows), {result['val_bpb']:.4f} bits per byte")
                 run.log({"step": step, **result})
                 if config.target_val_loss and result["val_loss"] - result["val_stderr"] <= config.target_val_loss:
-                    final = lengths.evaluate(model, data, whole, together)
+                    final = lengths.evaluate(model, data, whole, processes)
                     reached = final["val_loss"] <= config.target_val_loss
                     progress.say(f"step {step}: {final['val_loss']:.4f} over the whole validation split")
             if config.length_interval and step % config.length_interval == 0 and not end:
-                lengths.measure(run.folder, model, step, "last", data, run.tracker, processes=together)
+                lengths.measure(run.folder, model, step, "last", data, run.tracker, processes=processes)
             # Saved after all that is measured at a step: what is found at a checkpoint is not measured again.
             if step % config.eval_interval == 0 or end:
                 run.save_best(model, optimizers, step, reached, result["val_loss"])
             if step % config.checkpoint_interval == 0:
                 run.save("last.pt", model, optimizers, step, reached)
-            stopping = together.total(stop.code or 0).item() > 0  # if one process was told to
+            stopping = processes.total(stop.code or 0).item() > 0  # if one process was told to
 
-    if step > run.step:
-        run.save("last.pt", model, optimizers, step, reached)
+        if step > run.step or run.origin is None or run.origin.name != "last.pt":
+            run.save("last.pt", model, optimizers, step, reached)
+        if run.best["step"] is None and step == config.max_iters:  # best.pt was lost after the last evaluation
+            run.save_best(model, optimizers, step, reached, lengths.evaluate(model, data, few, processes)["val_loss"])
     if step < config.max_iters and not reached:
-        print(f"{run.folder}: stopped at step {step} of {config.max_iters} and saved; the same command goes on from here")
         run.tracker.finish({})
+        print(f"{run.folder}: stopped at step {step} of {config.max_iters} and saved; the same command goes on from here")
         return (stop.code or 128 + signal.SIGTERM) if stopping else 0
     if config.target_val_loss and not reached:
         print(f"target_val_loss = {config.target_val_loss} was not reached")
     # An evaluation of the whole split that was not the last does not count.
-    conclude(run, model, data, step, final if reached else None, time.perf_counter() - started, together)
+    conclude(run, model, data, step, final if reached else None, time.perf_counter() - began, processes)
     return 0
 
 
-def conclude(run, model, data, step, final, seconds, together):
+def conclude(run, model, data, step, final, seconds, processes):
     """Evaluate the last and the best weights over the whole validation split, measure the length curve, end the run."""
     began, whole = time.perf_counter(), windows(data.val, run.config.block_size)
     print(f"trained and saved; now the whole validation split, {len(whole)} windows, and the length curve", flush=True)
-    final = final or lengths.evaluate(model, data, whole, together)
+    final = final or lengths.evaluate(model, data, whole, processes)
     run.load_best(model)
-    best = final if run.best["step"] == step else lengths.evaluate(model, data, whole, together)
+    best = final if run.best["step"] == step else lengths.evaluate(model, data, whole, processes)
     print(f"validation loss over all {len(whole)} windows: {final['val_loss']:.4f} at the end, "
           f"{best['val_loss']:.4f} with the weights of step {run.best['step']} (best.pt)")
-    lengths.measure(run.folder, model, run.best["step"], "best", data, run.tracker, processes=together)
+    lengths.measure(run.folder, model, run.best["step"], "best", data, run.tracker, processes=processes)
     tokens = step * run.config.batch_size * run.config.gradient_accumulation_steps * run.config.block_size
     run.finish({"position": run.config.position, "parameters": model.size(), "step": step, "tokens": tokens,
                 "seconds": round(seconds + time.perf_counter() - began, 3),
@@ -224,9 +241,9 @@ def conclude(run, model, data, step, final, seconds, together):
 def main(argv):
     try:
         config = load(argv)
-        together = started(config.parallel)
-        code = train(config, together)
-        together.end()
+        with started(config.parallel) as processes:
+            code = train(config, processes)
+            processes.end()
         return code
     except NotFinite as error:
         print(f"error: {error}\n       the run is not finite any more; its last good checkpoint is untouched. "

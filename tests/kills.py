@@ -18,8 +18,8 @@ if not __package__:  # run as a script: sys.path begins with this folder instead
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 import matplotlib.backends.backend_agg  # noqa: F401  imported here once, instead of in every attempt
 
+import checkpoints
 import logs
-import run
 import train
 from config import Config
 from options import build
@@ -80,7 +80,7 @@ def whole_checkpoints(folder):
     """A checkpoint that is there can be loaded, at any instant."""
     for name in ("best.pt", "last.pt"):
         if (folder / name).exists():
-            run.load(folder / name)
+            checkpoints.load(folder / name)
 
 
 def kill(folder, kills, seed):

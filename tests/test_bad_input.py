@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import checkpoints
 import compare
 import data.prepare
 import lengths
-import run
 import sample
 import train
 from config import read_config
@@ -368,7 +368,7 @@ DAMAGES = {
     "missing": lambda path: path.unlink(),
     "foreign list": lambda path: torch.save([torch.zeros(3)], path),
     "foreign dict": lambda path: torch.save({"model": {}, "iter_num": 3}, path),
-    "newer": rewritten(format=run.FORMAT + 1),
+    "newer": rewritten(format=checkpoints.FORMAT + 1),
     "one weight": lambda path: path.write_bytes(path.read_bytes().replace(
         torch.load(path, weights_only=True)["model"]["norm.weight"].numpy().tobytes(), bytes(128))),
     "code": lambda path: torch.save({"format": 1, "model": {}, "step": 0, "x": Bomb(path.with_name("exploded"))}, path),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import checkpoints
 import config
 import lengths
 import pretrained
@@ -74,7 +75,7 @@ def foreign(kind, changes, folder, seed=0):
 def imported(folder):
     (values, weights), _ = pretrained.load(folder)
     made = GPT(config.build(config.Config, values), weights["embed.weight"].size(0)).eval()
-    run.fill(made, weights, folder)
+    checkpoints.fill(made, weights, folder)
     return made
 
 
@@ -441,7 +442,7 @@ def random_run(folder, **changes):
     folder.mkdir()
     (folder / "config.toml").write_text(made.toml(), encoding="utf-8")
     tokenizer.save(tokenizer.Char("abcdefghij"), folder / "tokenizer.json")
-    run.save(folder / "best.pt", {"step": 1, "model": model.state_dict(), "data_sha256": "", "config": made.essence()})
+    checkpoints.save(folder / "best.pt", {"step": 1, "model": model.state_dict(), "data_sha256": "", "config": made.essence()})
     return model
 
 

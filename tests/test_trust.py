@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import checkpoints
+import files
 import lengths
 import logs
 import optim
-import run as runs
 import sample
 import train
 from options import NotFinite, UserError
@@ -104,7 +105,7 @@ def test_a_disk_that_is_full_while_something_is_written_loses_nothing(number, co
     monkeypatch.undo()
     for name in ("best.pt", "last.pt"):
         if (tmp_path / "run" / name).exists():
-            runs.load(tmp_path / "run" / name)
+            checkpoints.load(tmp_path / "run" / name)
     goes_on(tmp_path / "run", corpus, whole)
 
 
@@ -115,7 +116,7 @@ def test_a_checkpoint_that_does_not_fit_is_not_begun(corpus, whole, tmp_path, mo
         left[0] -= 1
         return usage(path) if left[0] else usage(path)._replace(free=1000)
 
-    monkeypatch.setattr(runs.shutil, "disk_usage", shrinking)
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", shrinking)
     with pytest.raises(UserError, match=r"MiB to write, and the disk has 0.0 MiB left"):
         train.train(config(tmp_path / "run", corpus, {"dropout": 0.1}))
     assert not list((tmp_path / "run").glob("*.new"))
@@ -183,7 +184,7 @@ def test_a_folder_is_held_by_one_process_and_free_when_it_is_killed(corpus, run_
     reading, writing = os.pipe()
     process = os.fork()
     if not process:
-        held = runs.hold(folder)
+        held = files.hold(folder)
         os.write(writing, b"held")
         os.read(os.pipe()[0], 1)  # until it is killed
         os._exit(held.fileno())
@@ -241,7 +242,7 @@ def test_weights_from_elsewhere_are_not_trained_over(corpus, run_folder, tmp_pat
     folder = tmp_path / "imported"
     folder.mkdir()
     content = torch.load(run_folder / "best.pt", weights_only=True)
-    torch.save({k: v for k, v in content.items() if k not in runs.RESUMABLE}, folder / "best.pt")
+    torch.save({k: v for k, v in content.items() if k not in checkpoints.RESUMABLE}, folder / "best.pt")
     made = small(dataset=str(corpus), out_dir=str(folder), seed=1)
     (folder / "config.toml").write_text(made.toml(), encoding="utf-8")
     with pytest.raises(UserError, match="weights that were not trained here\n.*--init_from"):
@@ -255,7 +256,7 @@ def test_compressed_checkpoints_are_refused(run_folder, tmp_path):
         for name in there.namelist():
             here.writestr(name, there.read(name))
     with pytest.raises(UserError, match="damaged, or no checkpoint .compressed"):
-        runs.load(path)
+        checkpoints.load(path)
 
 
 # What a machine has
