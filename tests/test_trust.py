@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -17,6 +18,7 @@ import files
 import lengths
 import logs
 import optim
+import run as runs
 import sample
 import train
 from options import NotFinite, UserError
@@ -149,6 +151,89 @@ def test_lines_of_the_log_that_are_lost_for_good_are_said(corpus, tmp_path, caps
     (tmp_path / "run" / "log.jsonl").write_bytes(b"")
     assert train.train(config(tmp_path / "run", corpus, {})) == 0
     assert "log.jsonl has lost 21 lines before step 18" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stop_at", [12, 20])
+def test_without_best_pt_a_run_finds_a_new_best(stop_at, corpus, tmp_path):
+    assert train.train(config(tmp_path / "run", corpus, {"stop_at": stop_at})) == 0
+    for name in ("best.pt", "summary.json"):
+        (tmp_path / "run" / name).unlink(missing_ok=True)
+    assert train.train(config(tmp_path / "run", corpus, {})) == 0
+    best = checkpoints.load(tmp_path / "run" / "best.pt")["step"]
+    assert best == logs.read_summary(tmp_path / "run")["best_step"] > stop_at - 1
+
+
+def test_a_best_pt_of_a_step_that_is_done_again_is_no_longer_the_best(corpus, whole, tmp_path):
+    older = tmp_path / "older"
+    assert train.train(config(tmp_path / "run", corpus, {"dropout": 0.1, "stop_at": 8})) == 0
+    shutil.copytree(tmp_path / "run", older)
+    assert train.train(config(tmp_path / "run", corpus, {"dropout": 0.1, "stop_at": 12})) == 0
+    shutil.copy(older / "last.pt", tmp_path / "run")
+    shutil.copy(older / "log.jsonl", tmp_path / "run")  # which best.pt, of step 10, lacks lines of
+    goes_on(tmp_path / "run", corpus, whole)
+
+
+def dies(made, module, name, when):
+    """Train until module.name is called with arguments for which when(*arguments)."""
+    original = getattr(module, name)
+
+    def call(*arguments, **settings):
+        if when(*arguments):
+            raise KeyboardInterrupt  # at this point, as good as a kill: nothing is written after it
+        return original(*arguments, **settings)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, name, call)
+        train.train(made)
+
+
+def test_a_run_killed_when_it_began_to_grow_is_not_finished(corpus, tmp_path):
+    folder = tmp_path / "run"
+    assert train.train(config(folder, corpus, {})) == 0
+    dies(config(folder, corpus, {"max_iters": 24}), logs, "keep", lambda *_: True)
+    assert train.train(config(folder, corpus, {"max_iters": 24})) == 0
+    assert logs.read_summary(folder)["step"] == 24
+
+
+def test_last_pt_is_there_in_the_end_wherever_a_run_was_killed(corpus, whole, tmp_path):
+    rarely = {"dropout": 0.1, "checkpoint_interval": 1000}
+    dies(config(tmp_path / "run", corpus, rarely), runs.Run, "save", lambda run, name, *_: name == "last.pt")
+    assert train.train(config(tmp_path / "run", corpus, rarely)) == 0
+    assert contents(tmp_path / "run") == whole
+
+
+def test_what_torchrun_starts_again_goes_on_although_it_was_told_to_overwrite(corpus, tmp_path, monkeypatch, capsys):
+    made = {"overwrite": True, "stop_at": 8}
+    for count, words in (("0", "stopped at step 8"), ("1", "going on at step 8"), ("0", "stopped at step 8")):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        assert train.train(config(tmp_path / "run", corpus, made)) == 0
+        assert words in capsys.readouterr().out
+    assert len((tmp_path / "run" / "sessions.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("what, code", [("SIGTERM twice", 143), ("a closed pipe", 143), ("a closed terminal", 129)])
+def test_what_else_ends_a_process_is_a_stop_as_well(what, code, corpus, whole, tmp_path, monkeypatch):
+    update, say = train.update, train.tqdm.write
+
+    def ending(*arguments):
+        if arguments[4] == 6 and what != "a closed pipe":
+            for _ in range(2):
+                signal.raise_signal(signal.SIGTERM if "SIGTERM" in what else signal.SIGHUP)
+        return update(*arguments)
+
+    def closed(bar, text, **settings):
+        if "step 7" in text:
+            raise BrokenPipeError
+        say(text, **settings)
+
+    monkeypatch.setattr(train, "update", ending)
+    if what == "a closed pipe":
+        monkeypatch.setattr(train.tqdm, "write", closed)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # given back afterwards
+    assert train.train(config(tmp_path / "run", corpus, {"dropout": 0.1})) == code
+    assert checkpoints.load(tmp_path / "run" / "last.pt")["step"] == 7
+    monkeypatch.undo()
+    goes_on(tmp_path / "run", corpus, whole)
 
 
 def test_weights_that_are_not_finite_are_not_saved(corpus, tmp_path, monkeypatch):

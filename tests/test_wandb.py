@@ -235,6 +235,14 @@ def test_what_is_done_again_is_not_sent_twice(corpus, tmp_path):
     whole_history(folder)
 
 
+def test_what_was_trained_without_wandb_is_sent_later(corpus, tmp_path):
+    folder = tmp_path / "out" / "rope-1"
+    start(corpus, folder, stop_at=10)
+    assert train.train(small(dataset=str(corpus), out_dir=str(folder), stop_at=20)) == 0  # disabled
+    start(corpus, folder)
+    whole_history(folder)
+
+
 def test_a_run_survives_the_death_of_wandb_and_is_sent_later(corpus, tmp_path, monkeypatch, capsys):
     import wandb
 
