@@ -27,8 +27,9 @@ sys.path.insert(0, {str(REPOSITORY)!r})
 import config, options, parallel, train
 
 def main(argv):
-    configs = [config.build(config.Config, values) for values in json.loads(argv[0])]
-    return max(train.train(made, parallel.started(made.parallel)) for made in configs)
+    for made in (config.build(config.Config, values) for values in json.loads(argv[0])):
+        with parallel.started(made.parallel) as processes:
+            train.train(made, processes)
 
 options.command(main)
 """
@@ -158,6 +159,7 @@ def test_a_signal_stops_all_processes_at_one_step(corpus, tmp_path):
     assert 0 < step < 3000 and out.count(f"stopped at step {step} of 3000 and saved") == 1
 
 
+@SLOW
 def test_two_machines_meet(alone, corpus, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
