@@ -137,8 +137,8 @@ class Qwen2(Family):
     def window(self, theirs):
         layers, first = theirs["num_hidden_layers"], theirs.get("max_window_layers", 28)
         slides = theirs.get("use_sliding_window", False) and theirs.get("sliding_window", 4096) is not None
-        kinds = set(theirs.get("layer_types") or (
-            "sliding_attention" if slides and i >= first else "full_attention" for i in range(layers)))
+        kinds = set(theirs.get("layer_types")
+                    or ["full_attention"] * (first > 0) + ["sliding_attention"] * (slides and layers > first))
         if kinds == {"full_attention"} or not slides:
             return None
         if len(kinds) > 1:

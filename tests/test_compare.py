@@ -10,6 +10,7 @@ import pytest
 
 import compare
 import config
+import files
 import logs
 from options import UserError
 
@@ -278,18 +279,18 @@ def test_keep_leaves_what_is_wanted_and_nothing_torn(tmp_path):
 
 def test_a_crash_while_replacing_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "last.pt"
-    logs.replace(path, b"old")
+    files.replace(path, b"old")
 
     def crash(*_):
         raise KeyboardInterrupt
 
     for step in ("fsync", "replace"):
-        monkeypatch.setattr(logs.os, step, crash)
+        monkeypatch.setattr(files.os, step, crash)
         with pytest.raises(KeyboardInterrupt):
-            logs.replace(path, b"new and longer")
+            files.replace(path, b"new and longer")
         monkeypatch.undo()
         assert path.read_bytes() == b"old"
-    logs.replace(path, b"new")
+    files.replace(path, b"new")
     assert path.read_bytes() == b"new" and [p.name for p in tmp_path.iterdir()] == ["last.pt"]
 
 

@@ -366,7 +366,7 @@ def test_another_scaling_is_added_under_its_label_and_a_repeated_call_replaces(c
         assert [r for r in records if r["scaling"] == "none"] == before
         assert [(r["scaling"], r["factor"], r["context"], r["applied"]) for r in records if r["scaling"] != "none"] == [
             ("yarn", "auto", 32, 1.0), ("yarn", "auto", 64, 2.0), ("linear", 4.0, 64, 4.0)]
-    assert len((copy / "lengths.jsonl").read_text(encoding="utf-8").splitlines()) == len(before) + 6
+    assert len((copy / "lengths.jsonl").read_text(encoding="utf-8").splitlines()) == len(before) + 3
     assert "yarn-auto, zero-shot" in capsys.readouterr().out and (copy / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
 
