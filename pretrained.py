@@ -9,6 +9,7 @@ foreign file is executed: weights are read from safetensors, or by torch.load wi
 """
 import json
 import re
+import warnings
 from pathlib import Path
 
 from pydantic import Field
@@ -370,6 +371,14 @@ def load(path):
     return convert(folder, FAMILIES[kind](), theirs, weights), own_tokenizer(folder, kind)
 
 
+def dense(part):
+    """Whether it is a tensor of which every element is there; a small file can claim vast ones."""
+    import torch
+
+    return (isinstance(part, torch.Tensor) and part.layout is torch.strided and part.is_cpu
+            and part.nbytes <= part.untyped_storage().nbytes())
+
+
 def convert(path, family, theirs, weights):
     """-> (config keys, weights) of ours, of the same shapes."""
     import torch
@@ -379,7 +388,7 @@ def convert(path, family, theirs, weights):
 
     if theirs.get("quantization_config"):
         raise UserError(f"{path}: quantized weights", "give the model in 16 or 32 bits")
-    if not all(isinstance(part, torch.Tensor) and part.layout is torch.strided and part.is_cpu for part in weights.values()):
+    if not all(map(dense, weights.values())):
         raise UserError(f"{path}: weights that are no dense tensors", "download it again")
     try:
         values = {key: value for key, value in family.settings(theirs).items() if value is not None}
@@ -398,8 +407,9 @@ def convert(path, family, theirs, weights):
     if tied:
         made["head.weight"] = made["embed.weight"]
     config = build(Config, values | {"tied": tied})
-    fill(GPT(config, made["embed.weight"].size(0)), made, path)
-    return config.model_dump(exclude_unset=True), made
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # nothing is copied: names and shapes are compared
+        fill(GPT(config, made["embed.weight"].size(0)), made, path)
+    return config.model_dump(exclude_unset=True) | {"block_size": config.block_size}, made
 
 
 def own_tokenizer(folder, kind):

@@ -207,7 +207,7 @@ def loop(run, data, model, optimizers):
 
         if step > run.step or run.origin is None or run.origin.name != "last.pt":
             run.save("last.pt", model, optimizers, step, reached)
-        if run.best["step"] is None and step == config.max_iters:  # best.pt was lost after the last evaluation
+        if run.best["step"] is None and (reached or step == config.max_iters):  # best.pt was lost after the last evaluation
             run.save_best(model, optimizers, step, reached, lengths.evaluate(model, data, few, processes)["val_loss"])
     if step < config.max_iters and not reached:
         run.tracker.finish({})

@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 if not __package__:  # run as a script: sys.path begins with this folder instead of the repository
@@ -58,6 +59,8 @@ def attempt(made):
         code = 1
         try:
             code = train.train(made)
+        except BaseException:
+            traceback.print_exc(file=sys.__stderr__)
         finally:
             os._exit(code)
 
@@ -85,20 +88,20 @@ def whole_checkpoints(folder):
 
 def kill(folder, kills, seed):
     """-> how many runs it took to be killed so often. AssertionError at the first difference."""
-    generator, runs = random.Random(seed), 0
+    generator, runs, usual = random.Random(seed), 0, {}
     corpus = folder / "corpus.txt"
     corpus.write_text(text(12_000), encoding="utf-8")
     while kills > 0:
-        variant = VARIANTS[(seed + runs) % len(VARIANTS)]
-        whole, parts = folder / f"whole-{(seed + runs) % len(VARIANTS)}", folder / f"parts-{runs}"
-        if not whole.exists():
+        number = (seed + runs) % len(VARIANTS)
+        variant, whole, parts = VARIANTS[number], folder / f"whole-{number}", folder / f"parts-{runs}"
+        if number not in usual:
             before = time.monotonic()
             assert ended(attempt(config(whole, corpus, variant)), before + 300)
-            usual = time.monotonic() - before
+            usual[number] = time.monotonic() - before
         runs, attempts = runs + 1, 0
         # At first a run hardly gets beyond its beginning; the time that it is given grows until it ends.
         while not ended(attempt(config(parts, corpus, variant)),
-                        time.monotonic() + generator.random() * usual * (0.3 + 0.1 * attempts)):
+                        time.monotonic() + generator.random() * usual[number] * (0.3 + 0.1 * attempts)):
             kills, attempts = kills - 1, attempts + 1
             whole_checkpoints(parts)
         expected, found = contents(whole), contents(parts)
@@ -109,6 +112,7 @@ def kill(folder, kills, seed):
 
 
 if __name__ == "__main__":
-    where, kills, seed = (*sys.argv[1:], *("kills", "100", "0")[len(sys.argv) - 1:])
-    Path(where).mkdir(parents=True)
-    print(f"{kill(Path(where), int(kills), int(seed))} runs, each ended in the same bytes as when it was not killed")
+    words = sys.argv[1:]
+    where, kills, seed = Path(words[0]), int((words[1:] or [100])[0]), int((words[2:] or [0])[0])
+    where.mkdir(parents=True)
+    print(f"{kill(where, kills, seed)} runs, each ended in the same bytes as when it was not killed")

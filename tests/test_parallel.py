@@ -49,16 +49,17 @@ def torchrun(*words, processes=2, **how):
     """Start processes; torch.distributed.run is what torchrun calls."""
     return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *(how.pop("agent", ["--standalone"])),
                              f"--nproc_per_node={processes}", *words], cwd=REPOSITORY, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, **how)
+                            stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}, **how)
 
 
 def finished(process, seconds=120):
-    """-> what a job has printed when it ends. No process of it is left behind."""
+    """-> what a job has printed when it ends. If it does not, torchrun is told to end its processes."""
     try:
         return process.communicate(timeout=seconds)[0]
     finally:
         if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()
+            process.wait(40)
 
 
 def together(runs, tmp_path, **how):

@@ -274,14 +274,16 @@ def test_a_folder_is_held_by_one_process_and_free_when_it_is_killed(corpus, run_
         os.read(os.pipe()[0], 1)  # until it is killed
         os._exit(held.fileno())
     os.read(reading, 4)
-    before = {p.name: p.read_bytes() for p in folder.iterdir()}
-    for refused in (lambda: train.train(made), lambda: lengths.main([str(folder)])):
-        with pytest.raises(UserError, match="another process is writing into this folder"):
-            refused()
-    assert sample.main([str(folder), "--tokens", "3"]) == 0  # which only reads
-    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
-    os.kill(process, 9)
-    os.waitpid(process, 0)
+    try:
+        before = {p.name: p.read_bytes() for p in folder.iterdir()}
+        for refused in (lambda: train.train(made), lambda: lengths.main([str(folder)])):
+            with pytest.raises(UserError, match="another process is writing into this folder"):
+                refused()
+        assert sample.main([str(folder), "--tokens", "3"]) == 0  # which only reads
+        assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
     assert train.train(made) == 0
 
 
