@@ -94,7 +94,7 @@ class DataParallel(Alone):
         import torch.distributed as dist
 
         self.dist, self.rank, self.size = dist, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if not dist.is_initialized():
             store, *_ = next(dist.rendezvous("env://"))
             if os.environ.get("GROUP_WORLD_SIZE") == "1":
