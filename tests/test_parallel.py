@@ -103,7 +103,8 @@ def test_losses_do_not_depend_on_the_number_of_processes(processes, alone, corpu
         assert curves[1] == pytest.approx(curves[0], rel=1e-5 if "muon" not in name else 0.05)
 
 
-@pytest.mark.parametrize("name", [pytest.param("ddp", marks=SLOW), "muon fsdp"])
+@SLOW
+@pytest.mark.parametrize("name", ["ddp", "muon fsdp"])
 def test_a_run_goes_on_with_another_number_of_processes(name, alone, corpus, tmp_path):
     config = values(name, corpus, tmp_path / "run")
     assert train.train(small(**config, stop_at=8)) == 0
