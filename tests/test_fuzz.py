@@ -371,7 +371,7 @@ def foreign(draw, place):
             ends_well("sample", ["new", "--tokens=2"], here)
 
 
-CASES = {configs: 120, commands: 120, prompts: 60, weights: 60, records: 50, tokenizers: 50, foreign: 40, names: 30,
+CASES = {configs: 100, commands: 100, prompts: 50, weights: 60, records: 50, tokenizers: 50, foreign: 40, names: 30,
          prepared: 30}
 
 

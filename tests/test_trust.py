@@ -81,7 +81,7 @@ def test_a_machine_that_lost_what_was_not_on_its_disk_goes_on(corpus, whole, tmp
     assert train.train(config(disk.folder, corpus, {"dropout": 0.1})) == 0
     monkeypatch.undo()
     assert len(disk.states) > 60
-    for number in random.Random(0).sample(range(len(disk.states)), 12):
+    for number in random.Random(0).sample(range(len(disk.states)), 8):
         folder = tmp_path / str(number)
         folder.mkdir()
         for name, content in disk.states[number].items():
