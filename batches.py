@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
+import tasks
 import tokenizer
 from data.prepare import prepare, read
 from options import UserError
@@ -30,9 +31,19 @@ class Data:
         """UTF-8 bytes that the validation tokens at `indices` stand for."""
         return int(self.byte_lengths[self.val[indices]].sum())
 
+    def batches(self, batch_size, block_size, seed, start=0):
+        """`batches` of the training split."""
+        return batches(self.train, batch_size, block_size, seed, start)
+
+    def validation(self, size, count=None):
+        """`windows` of the validation split."""
+        return windows(self.val, size, count)
+
 
 def load_data(config):
-    """-> the Data that config names; it is prepared first where that has not been done."""
+    """-> the Data that config names, prepared first where that has not been done, or the Problems of a task."""
+    if config.dataset.startswith("task:"):
+        return tasks.load(config.dataset, config.block_size)
     folder = prepare(config.dataset, config.tokenizer, config.vocab_size)
     train, val, manifest = read(folder)
     for name, tokens in (("training", train), ("validation", val)):

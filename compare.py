@@ -3,8 +3,11 @@
     python compare.py out/learned-1337 out/sinusoidal-1337 out/rope-1337
 """
 import math
+import re
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field
@@ -20,11 +23,11 @@ MARKERS = "osD^vP*X"
 
 
 def read_run(folder):
-    """-> {"name", "config", "summary", "log", "lengths"} of a run's folder."""
+    """-> {"folder", "name", "config", "summary", "log"} of a run's folder, and its curves by the names of PANELS."""
     folder = Path(folder)
-    return {"name": shortened(folder.resolve().name), "config": read_config(folder), "summary": logs.read_summary(folder),
-            "log": logs.read(folder, "log.jsonl"), "lengths": latest(logs.read(folder, "lengths.jsonl"), "context"),
-            "positions": latest(logs.read(folder, "positions.jsonl"), "position")}
+    return {"folder": folder, "name": shortened(folder.resolve().name), "config": read_config(folder),
+            "summary": logs.read_summary(folder), "log": logs.read(folder, "log.jsonl"),
+            **{name: latest(logs.read(folder, f"{name}.jsonl"), panel.axis) for name, panel in PANELS.items()}}
 
 
 def shortened(name, limit=48):
@@ -51,7 +54,7 @@ def latest(records, axis):
 
 
 def groups(runs):
-    """Runs that differ only in their seed, in order of appearance -> [(name, [run, ...])]."""
+    """Runs that differ only in their seed, in order of appearance -> [(name, [run, ...])]; of several, without the seed."""
     def identity(config):
         values = {k: v for k, v in config.model_dump().items() if k not in (*NEUTRAL, "seed")}
         if config.init_from:  # each seed from its own origin
@@ -64,8 +67,14 @@ def groups(runs):
     named = []
     for members in found.values():
         name, seed = members[0]["name"], members[0]["config"].seed
-        named.append((name if len(members) == 1 else f"{name.removesuffix(f'-{seed}')} ({len(members)} runs)", members))
+        # The seed ends a name, or the part of it that says where a fine-tuned run began.
+        named.append((name if len(members) == 1 else re.sub(rf"-{seed}(?=\+|$)", "", name), members))
     return named
+
+
+def counted(name, members):
+    """A group's name, and of how many runs it is."""
+    return name if len(members) == 1 else f"{name} ({len(members)} runs)"
 
 
 def deviation(values):
@@ -113,21 +122,26 @@ def table(folders):
     is mostly that some windows are harder than others, for every encoding, and in a paired difference that cancels.
     """
     runs = read_runs(folders)
-    contexts = sorted({c for run in runs for curve in run["lengths"].values() for c in curve})
-    rows = [["run", "encoding", "parameters", "final", "best", "bits/byte", "tokens/s", *(f"at {c}" for c in contexts)]]
+    columns = [(name, x) for name, panel in PANELS.items() if panel.column
+               for x in sorted({x for run in runs for curve in run[name].values() for x in curve})]
+    contexts = [x for name, x in columns if name == "lengths"]
+    rows = [["run", "encoding", "parameters", "final", "best", "bits/byte", "tokens/s",
+             *(f"{PANELS[name].column} {x}" for name, x in columns)]]
     differences = [["difference, paired by window", "", *(f"at {c}" for c in contexts)]]
     bases, comparable = None, same_windows(runs)
     for name, members in groups(runs):
+        name = counted(name, members)
         summaries = [run["summary"] for run in members]
         speeds = [[r["tokens_per_second"] for r in run["log"] if "tokens_per_second" in r] for run in members]
         head = [members[0]["config"].position, spread([summaries[0].get("parameters")], 0),
                 spread([s.get("final_val_loss") for s in summaries]), spread([s.get("best_val_loss") for s in summaries]),
                 spread([s.get("best_val_bpb") for s in summaries]), spread([statistics.median(s) for s in speeds if s], 0)]
-        for number, key in enumerate(sorted({key for run in members for key in run["lengths"]} or {""})):
+        for number, key in enumerate(sorted(keys(members))):
             curves = [run["lengths"].get(key, {}) for run in members]
-            losses = [spread([curve[c]["loss"] for curve in curves if c in curve], 3) for c in contexts]
+            cells = [spread([run[panel][key][x][PANELS[panel].value] for run in members if x in run[panel].get(key, ())], 3)
+                     for panel, x in columns]
             label = f"{name} {key}".strip()
-            rows.append(([label, *head] if number == 0 else [f"  {key}", *[""] * 6]) + losses)
+            rows.append(([label, *head] if number == 0 else [f"  {key}", *[""] * 6]) + cells)
             if bases is None:
                 bases, base = curves, label
             elif comparable:
@@ -135,68 +149,132 @@ def table(folders):
     return aligned(rows) + ("\n\n" + aligned(differences) if len(differences) > 1 else "")
 
 
-def points(curves):
-    """Curves {x: record} of several seeds -> the x that all have, mean losses, and their spread.
+@dataclass(frozen=True)
+class Panel:
+    """How one kind of curve is drawn and tabulated."""
+
+    axis: str  # the key of a record that the curve is over
+    value: str  # the key that is shown
+    x: str
+    y: str
+    title: str
+    trained: Callable  # (run, record) -> where on the x-axis training ended
+    column: str = ""  # before the columns of the table, if it has any
+
+
+LOSS = "loss (nats per token)"
+PANELS = {
+    "lengths": Panel("context", "loss", "context (tokens)", LOSS, "loss on the same targets by context",
+                     lambda run, record: run["config"].block_size, "at"),
+    "positions": Panel("position", "loss", "tokens seen", LOSS, "loss by position in the longest windows",
+                       lambda run, record: run["config"].block_size),
+    "accuracy": Panel("length", "accuracy", "length of the problem", "answers that are right", "accuracy by length",
+                      lambda run, record: record["trained"], "right at"),
+}
+
+
+def points(curves, value="loss"):
+    """Curves {x: record} of several seeds -> the x that all have, means of the value, and their spread.
 
     Over several seeds the spread is their standard deviation, for one run the standard error over windows.
     """
     xs = sorted(set.intersection(*(set(curve) for curve in curves)))
-    losses = [[curve[x]["loss"] for curve in curves] for x in xs]
-    spreads = [deviation(values) if len(values) > 1 else curves[0][x]["stderr"] for values, x in zip(losses, xs)]
-    return xs, [statistics.fmean(values) for values in losses], spreads
+    values = [[curve[x][value] for curve in curves] for x in xs]
+    spreads = [deviation(each) if len(each) > 1 else curves[0][x]["stderr"] for each, x in zip(values, xs)]
+    return xs, [statistics.fmean(each) for each in values], spreads
 
 
-def draw_steps(axes, members, style):
+def keys(members):
+    """-> the names of all curves of some runs, in order of appearance."""
+    return list(dict.fromkeys(key for run in members for panel in PANELS for key in run[panel])) or [""]
+
+
+def styled(runs):
+    """-> [(label, members, name of a curve, style)] of every group of runs and every curve."""
+    found = []
+    for i, (name, members) in enumerate(groups(runs)):
+        for j, key in enumerate(keys(members)):
+            colour = i if len(runs) > 1 else len(found)
+            found.append((f"{name} {key}".strip(), members, key, {
+                "color": COLOURS[colour % len(COLOURS)], "marker": MARKERS[len(found) % len(MARKERS)],
+                "linestyle": DASHES[(j + i // len(COLOURS)) % len(DASHES)]}))
+    return found
+
+
+def draw_steps(axes, curves):
     """Training and validation loss over steps."""
-    for run in members:
-        train, val = ([r for r in run["log"] if key in r] for key in ("train_loss", "val_loss"))
-        axes.plot([r["step"] for r in train], [r["train_loss"] for r in train], color=style["color"], alpha=0.25, linewidth=0.8)
-        axes.plot([r["step"] for r in val], [r["val_loss"] for r in val], **style, markersize=4)
+    drawn = set()
+    for _, members, _, style in curves:
+        for run in members:
+            if run["folder"] in drawn:  # for another of its curves
+                continue
+            drawn.add(run["folder"])
+            train, val = ([r for r in run["log"] if key in r] for key in ("train_loss", "val_loss"))
+            axes.plot([r["step"] for r in train], [r["train_loss"] for r in train], color=style["color"], alpha=0.25,
+                      linewidth=0.8)
+            axes.plot([r["step"] for r in val], [r["val_loss"] for r in val], **style, markersize=4)
+    axes.set(xlabel="step", ylabel=LOSS, title="training (faint) and validation loss")
+    axes.grid(alpha=0.25)
+
+
+def draw_panel(axes, name, curves):
+    """One kind of curve, with its spread, where training ended, and chance where there is one."""
+    panel, trained, chance = PANELS[name], set(), {}
+    for _, members, key, style in curves:
+        measured = [run[name][key] for run in members if key in run[name]]
+        if not measured:
+            continue
+        xs, means, spreads = points(measured, panel.value)
+        if name == "positions":
+            xs = [x + 1 for x in xs]
+            axes.plot(xs, means, **style, markersize=3, linewidth=1)
+        else:
+            axes.errorbar(xs, means, spreads if len(measured) == 1 else None, **style, markersize=5, capsize=2)
+        if name == "positions" or len(measured) > 1:
+            axes.fill_between(xs, *([m + sign * s for m, s in zip(means, spreads)] for sign in (-1, 1)),
+                              color=style["color"], alpha=0.12, linewidth=0)
+        for run, curve in zip(members, measured):
+            trained |= {panel.trained(run, record) for record in curve.values()}
+            chance |= {x: record["chance"] for x, record in curve.items() if "chance" in record}
+    if chance:
+        axes.plot(*zip(*sorted(chance.items())), color="grey", linestyle="--", linewidth=1)
+        axes.annotate("chance", max(chance.items()), xytext=(-3, 3), textcoords="offset points", ha="right", fontsize=8,
+                      color="grey")
+    axes.set(xlabel=panel.x, ylabel=panel.y, title=panel.title)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    for length in sorted(trained):
+        axes.axvline(length, color="grey", linestyle=":", linewidth=1)
+        axes.annotate(f"trained at {length}", (length, 1), xycoords=("data", "axes fraction"), xytext=(3, -3),
+                      textcoords="offset points", rotation=90, va="top", fontsize=8, color="grey")
+    axes.grid(alpha=0.25)
+
+
+def shown(runs):
+    """-> the names of the panels that these runs have curves for; of text, if there are none yet."""
+    return [name for name in PANELS if any(run[name] for run in runs)] or ["lengths", "positions"]
 
 
 def figure(folders):
-    """-> a matplotlib Figure: loss over steps, over context and over position for all runs, the training length marked."""
+    """-> a matplotlib Figure: loss over steps, and every kind of curve that the runs have, the training length marked."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     runs = read_runs(folders)
-    made = Figure(figsize=(12, 8.4))
-    (steps, by_context), (by_position, legend) = made.subplots(2, 2)
+    curves, panels = styled(runs), shown(runs)
+    rows = 1 + (len(panels) + 1) // 2
+    made = Figure(figsize=(12, 4.2 * rows))
+    steps, *places, legend = made.subplots(rows, 2).flat[:len(panels) + 2]
+    for axes in made.axes[len(panels) + 2:]:
+        axes.remove()
     # A layout that is computed takes as long as the drawing.
-    made.subplots_adjust(left=0.06, bottom=0.06, right=0.99, top=0.96, wspace=0.15, hspace=0.22)
-    handles, number = {}, 0
-    for i, (name, members) in enumerate(groups(runs)):
-        for j, key in enumerate(dict.fromkeys(key for run in members for key in run["lengths"]) or [""]):
-            style = {"color": COLOURS[(i if len(runs) > 1 else number) % len(COLOURS)],
-                     "marker": MARKERS[number % len(MARKERS)], "linestyle": DASHES[(j + i // len(COLOURS)) % len(DASHES)]}
-            number += 1
-            label = f"{name} {key}".strip()
-            handles[label] = Line2D([], [], **style, label=label)
-            if j == 0:
-                draw_steps(steps, members, style)
-            if curves := [run["lengths"][key] for run in members if key in run["lengths"]]:
-                by_context.errorbar(*points(curves), **style, markersize=5, capsize=2)
-            if curves := [run["positions"][key] for run in members if key in run["positions"]]:
-                xs, means, spreads = points(curves)
-                xs = [x + 1 for x in xs]
-                by_position.plot(xs, means, **style, markersize=3, linewidth=1)
-                by_position.fill_between(xs, *([m + sign * s for m, s in zip(means, spreads)] for sign in (-1, 1)),
-                                         color=style["color"], alpha=0.12, linewidth=0)
-    steps.set(xlabel="step", title="training (faint) and validation loss")
-    by_context.set(xlabel="context (tokens)", title="loss on the same targets by context")
-    by_position.set(xlabel="tokens seen", title="loss by position in the longest windows")
-    for axes in (by_context, by_position):
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        for length in sorted({run["config"].block_size for run in runs}):
-            axes.axvline(length, color="grey", linestyle=":", linewidth=1)
-            axes.annotate(f"trained at {length}", (length, 1), xycoords=("data", "axes fraction"), xytext=(3, -3),
-                          textcoords="offset points", rotation=90, va="top", fontsize=8, color="grey")
-    for axes in (steps, by_context, by_position):
-        axes.set_ylabel("loss (nats per token)")
-        axes.grid(alpha=0.25)
+    made.subplots_adjust(left=0.06, bottom=0.12 / rows, right=0.99, top=1 - 0.08 / rows, wspace=0.15, hspace=0.22)
+    draw_steps(steps, curves)
+    for axes, name in zip(places, panels):
+        draw_panel(axes, name, curves)
     legend.axis("off")
-    legend.legend(handles=list(handles.values()), loc="upper left", frameon=False)
+    legend.legend(handles=[Line2D([], [], **style, label=counted(label, members)) for label, members, _, style in curves],
+                  loc="upper left", frameon=False)
     return made
 
 

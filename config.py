@@ -34,13 +34,15 @@ REQUIRED = {  # those of them without a default, and what they are like
 }
 
 # Keys that may differ when a run is continued: they change what is written or when it stops, and of numbers the rounding.
-NEUTRAL = ("out_dir", "overwrite", "log_interval", "checkpoint_interval", "stop_at", "parallel", "wandb", "wandb_project")
+NEUTRAL = ("out_dir", "overwrite", "log_interval", "checkpoint_interval", "stop_at", "parallel", "wandb", "wandb_project",
+           "wandb_group")
 
 
 class Config(Options):
     # ---- text
     dataset: str = Field("stdlib", min_length=1)
-    """A name data/prepare.py knows (stdlib, shakespeare, enwik8, ...) or the path of a UTF-8 text file or folder."""
+    """A name data/prepare.py knows (stdlib, shakespeare, enwik8, ...), the path of a UTF-8 text file or folder, or a task with
+    an answer: task:copy, reverse, addition, parity, sort, passkey (tasks.py)."""
     tokenizer: str = Field("bpe", min_length=1)
     """char, byte, bpe (trained on the training split), the name of a tiktoken encoding such as gpt2, or a tokenizer.json."""
     vocab_size: int = Field(1024, ge=257, le=1_000_000)
@@ -192,7 +194,7 @@ class Config(Options):
     length_interval: int = Field(0, ge=0)
     """Iterations between length curves; 0 = at the end only."""
     length_windows: int = Field(64, ge=2)
-    """Windows behind every point of a length curve."""
+    """Windows, or problems of a task, behind every point of a length curve."""
     length_unit: int | None = Field(None, ge=4, le=2**24)
     """Tokens that its contexts are multiples of; block_size, or that of the run in init_from, unless given."""
 
@@ -218,6 +220,8 @@ class Config(Options):
     """offline keeps everything on this machine."""
     wandb_project: str = Field("positions", min_length=1)
     """Project in wandb."""
+    wandb_group: str | None = Field(None, min_length=1)
+    """Group in wandb; the encoding unless given."""
 
     @model_validator(mode="after")
     def consistent(self):
@@ -414,6 +418,15 @@ def read_config(folder):
         raise UserError(f"{folder / 'config.toml'}: {error.problem}", error.advice) from None
 
 
+def refuse_difference(path, before, now, free=NEUTRAL):
+    """A run is continued only under its own config {key: value}; `free` keys may differ, and max_iters may grow."""
+    for key in Config.model_fields:
+        old, new = before.get(key), getattr(now, key)
+        if key not in free and old != new and not (key == "max_iters" and isinstance(old, int) and new > old):
+            raise UserError(f"{path}: holds a run with {key} = {old}, not {new}",
+                            "give another --out_dir, or --overwrite to delete that run")
+
+
 def with_changes(trained, changes):
     """-> {key: value} of a trained Config in which some are changed; another scaling starts from its own defaults."""
     values = trained.model_dump(exclude_none=True)
@@ -423,9 +436,12 @@ def with_changes(trained, changes):
     return values | changes
 
 
-def inherited(folder, changes):
-    """-> the keys of a run's text, model and positions, changed, for a run that begins from its weights."""
-    trained, folder = read_config(folder), Path(folder)
+def inherited(folder, changes, trained=None):
+    """-> the keys of a run's text, model and positions, changed, for a run that begins from its weights.
+
+    trained: its Config, where the folder does not hold it yet.
+    """
+    trained, folder = trained or read_config(folder), Path(folder)
     given = {"tokenizer": str(folder / "tokenizer.json"), "length_unit": trained.unit, **changes, "init_from": str(folder)}
     scaled = given.get("rope_scaling", trained.rope_scaling) != "none"
     given = {"rope_original_context": trained.original_context if scaled else None, **given}

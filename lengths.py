@@ -6,6 +6,8 @@ A mean over whole windows falls with their length by itself, whatever the model.
 targets, the tokens that follow the last K = block_size/16 inputs of a window, which see c-K+1 ... c tokens. Windows lie
 inside one document, where the far context means something. Standard errors are over windows: neighbouring targets are
 correlated.
+
+Of a task (tasks.py), the curve is the share of problems of one length whose whole answer is right.
 """
 import math
 
@@ -18,8 +20,10 @@ from batches import gather, load_data, window_ends
 from config import Evaluation, read_config, run_arguments
 from options import UserError, command, helped
 from parallel import ALONE
+from tasks import Problems
 
 MULTIPLES = (1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # contexts, as multiples of Config.unit
+PROBLEMS = (1 / 4, 1 / 2, 3 / 4, 1, 5 / 4, 3 / 2, 2, 3, 4, 8)  # lengths of problems, as multiples of the longest in training
 HELD = 2**16  # tokens of all windows whose keys and values are held at once
 TOKENS = 2**11  # tokens of all windows that are computed at once: more do not fit the cache of a CPU
 
@@ -45,23 +49,46 @@ def targets(unit):
 
 def window_losses(model, tokens, ends, context, last, processes=ALONE):
     """-> (W, last) float64: loss in nats of the last targets of the windows of `context` inputs before each end."""
+    def losses(part, pos):
+        ids, following = on_device(model, *gather(tokens, ends[part] - context, context))
+        return model.losses(ids, following, last, pos).double().cpu().numpy()
+
+    return in_parts(model, len(ends), context, last, losses, processes)
+
+
+def answered(model, x, y, processes=ALONE):
+    """Problems x, y (W, T), as Problems.rows has them -> (W, 2) float64: the mean loss of the answer's tokens in nats, and 1
+    where each of them is the likeliest, else 0. Each is predicted after the right ones before it: whether all are right is
+    what greedy decoding would show."""
+    def score(part, pos):
+        losses, likeliest = model.answers(*on_device(model, x[part], y[part]), pos)
+        scored, right = y[part] >= 0, likeliest.cpu().numpy() == y[part]
+        return np.stack((losses.double().cpu().numpy().sum(1) / scored.sum(1), (right | ~scored).all(1)), 1)
+
+    return in_parts(model, len(x), x.shape[1], 2, score, processes)
+
+
+def on_device(model, *arrays):
     import torch
 
+    return [torch.from_numpy(np.ascontiguousarray(array)).to(model.embed.weight.device) for array in arrays]
+
+
+def in_parts(model, count, context, columns, measure, processes):
+    """measure(indices of some windows of `context` tokens, positions) -> (some, columns), for all of them: (count, columns)."""
     model.eval()
-    device, losses = model.embed.weight.device, np.zeros((len(ends), last))
+    device, found = model.embed.weight.device, np.zeros((count, columns))
     # Of long windows, the model takes a chunk at a time; the keys of all of them are held.
     at_once = max(1, min(TOKENS // min(context, model.CHUNK), HELD // context))
-    parts = np.array_split(np.arange(len(ends)), math.ceil(len(ends) / at_once))
+    parts = np.array_split(np.arange(count), math.ceil(count / at_once))
     for first in range(0, len(parts), processes.size):
         # As many calls in every process: a distributed model is put together in all of them. Some of the last do not count.
         number = min(first + processes.rank, len(parts) - 1)
         # Random positions are drawn anew for each part, so that a curve is not about one choice of them.
-        pos = model.position.random_subset(context, number, device)
-        ids, following = (torch.from_numpy(a).to(device) for a in gather(tokens, ends[parts[number]] - context, context))
-        found = model.losses(ids, following, last, pos).double().cpu().numpy()
+        measured = measure(parts[number], model.position.random_subset(context, number, device))
         if first + processes.rank < len(parts):
-            losses[parts[number]] = found
-    return processes.total(losses)
+            found[parts[number]] = measured
+    return processes.total(found)
 
 
 def mean(per_window):
@@ -69,13 +96,25 @@ def mean(per_window):
     return float(per_window.mean()), float(per_window.std(ddof=1) / math.sqrt(len(per_window)))
 
 
-def evaluate(model, data, starts, processes=ALONE):
-    """Validation loss over the windows of block_size at `starts`, in float32 -> what a line of the log says of it."""
-    size = model.config.block_size
+def evaluate(model, data, some, processes=ALONE):
+    """Validation loss in float32 over what data.validation gave: windows or problems -> what a line of the log says of it."""
+    if isinstance(data, Problems):
+        losses, right = answered(model, *some, processes).T
+        loss, stderr = mean(losses)
+        return {"val_loss": loss, "val_stderr": stderr, "val_accuracy": mean(right)[0], "windows": len(right)}
+    size, starts = model.config.block_size, some
     losses = window_losses(model, data.val, starts + size, size, size, processes)
     loss, stderr = mean(losses.mean(1))
     scored = data.bytes(starts[:, None] + np.arange(1, size + 1))
     return {"val_loss": loss, "val_stderr": stderr, "val_bpb": bits_per_byte(losses, scored), "windows": len(starts)}
+
+
+def said(result):
+    """An evaluation in words."""
+    text = f"{result['val_loss']:.4f} ± {result['val_stderr']:.4f} ({result['windows']} windows)"
+    if "val_accuracy" in result:
+        return f"{text}, {result['val_accuracy']:.1%} of the answers right"
+    return f"{text}, {result['val_bpb']:.4f} bits per byte"
 
 
 def bits_per_byte(losses, scored):
@@ -133,38 +172,86 @@ def curves(model, data, contexts=None, processes=ALONE):
     return by_c, by_p, skipped
 
 
+def by_length(model, data, lengths=None, processes=ALONE):
+    """-> (records by length of the problems of a task, sentences about lengths left out). lengths: PROBLEMS unless given."""
+    config, task = model.config, data.task
+    N, records, skipped = task.longest(config.unit), [], []
+    for length in sorted({int(m * N) for m in PROBLEMS} if lengths is None else set(lengths)):
+        if length < task.shortest:
+            skipped.append(f"length {length}: the shortest problem of {data.name} has {task.shortest}")
+        elif length > 8 * N:
+            skipped.append(f"length {length}: above 8 times {N}, the longest in training")
+        elif (size := task.inputs(length)) > model.position.reach:
+            skipped.append(f"length {length}: {size} inputs, and {config.position} positions end at {model.position.reach}")
+        else:
+            losses, right = answered(model, *data.tested(length, config.length_windows), processes).T
+            (loss, _), (accuracy, stderr) = mean(losses), mean(right)
+            records.append({"length": length, "trained": task.longest(config.block_size), "context": size,
+                            "applied": config.applied(size), "accuracy": accuracy, "stderr": stderr, "loss": loss,
+                            "chance": task.chance(length), "problems": len(right)})
+    return records, skipped
+
+
 def measure(folder, model, step, checkpoint, data, tracker, contexts=None, trained=None, processes=ALONE):
     """Compute the length curves of a model, write them into the run's folder, print, draw and track them.
 
-    trained: the Config it was trained with, where model.config is another. A curve is called fine-tuned if the weights
-    were trained with the very stretch that it is measured with; otherwise the stretch is zero-shot.
+    contexts: those in tokens, or lengths of problems. trained: the Config it was trained with, where model.config is another.
+    A curve is called fine-tuned if the weights were trained with the very stretch that it is measured with; otherwise the
+    stretch is zero-shot.
     """
     config = model.config
     trained = trained or config
-    by_c, by_p, skipped = curves(model, data, contexts, processes)
+    if isinstance(data, Problems):
+        records, skipped = by_length(model, data, contexts, processes)
+        found = {"accuracy.jsonl": records}
+    else:
+        by_c, by_p, skipped = curves(model, data, contexts, processes)
+        found = {"lengths.jsonl": by_c, "positions.jsonl": by_p}
     if not processes.main:
         return
-    stretch = trained.applied(trained.block_size)
-    finetuned = config.reading() == trained.reading() and stretch > 1 and {r["applied"] for r in by_c} <= {1.0, stretch}
+    stretch, applied = trained.applied(trained.block_size), {r["applied"] for records in found.values() for r in records}
+    finetuned = config.reading() == trained.reading() and stretch > 1 and applied <= {1.0, stretch}
     # What tells one curve from another; `factor` is what was asked for, `applied` in each record what it came to.
     label = {"step": step, "checkpoint": checkpoint, **config.reading(), "finetuned": finetuned, "data": data.sha256[:12]}
-    by_c, by_p = [label | r for r in by_c], [label | r for r in by_p]
-    point = logs.IDENTITY["lengths.jsonl"]
-    logs.put(folder, "lengths.jsonl", by_c, lambda record: point(record) in set(map(point, by_c)))
-    # Bins take the place of those of a longer or shorter curve.
-    logs.put(folder, "positions.jsonl", by_p, lambda record: by_p and logs.curve(record) == logs.curve(by_p[0]))
-    print("\n".join([table(by_c, by_p, config), *skipped]))
-    tracker.curves(by_c, by_p)
+    found = {name: [label | record for record in records] for name, records in found.items()}
+    for name, records in found.items():
+        store(folder, name, records)
+    print("\n".join([TABLES[next(iter(found))](*found.values(), config), *skipped]))
+    tracker.curves(found)
     compare.draw([folder], folder / "curves.png")
+
+
+def store(folder, name, records):
+    """Write a curve into a file of the run's folder in place of what was measured there before."""
+    # Contexts may be measured one by one; bins of positions take the place of those of a longer or shorter curve.
+    same = logs.curve if name == "positions.jsonl" else logs.IDENTITY[name]
+    new = set(map(same, records))
+    logs.put(folder, name, records, lambda record: same(record) in new)
+
+
+def accuracy_table(records, config):
+    """The curve of a task as text."""
+    rows = [f"answers that are right by length of the problem ({config.position}, trained on {config.dataset} up to "
+            f"{config.block_size} tokens{scaling(records)})",
+            f"{'length':>8} {'tokens':>8} {'factor':>7} {'right':>8} {'stderr':>8} {'chance':>8}"]
+    rows += [f"{r['length']:>8} {r['context']:>8} {r['applied']:>7g} {r['accuracy']:>8.1%} {r['stderr']:>8.1%} "
+             f"{r['chance']:>8.1%}" for r in records]
+    return "\n".join(rows)
+
+
+def scaling(records):
+    """-> the words for the scaling of a curve, none without one."""
+    if not records or records[0]["scaling"] == "none":
+        return ""
+    return f", {logs.curve_name(records[0])}" + ", zero-shot" * (not records[0]["finetuned"])
 
 
 def table(by_context, by_position, config):
     """Both curves as text, and of the positions only powers of two."""
     rows = []
     if by_context:
-        first = by_context[0]
-        scaling = f", {logs.curve_name(first)}" + ", zero-shot" * (not first["finetuned"]) if first["scaling"] != "none" else ""
-        rows += [f"loss on the same targets by context ({config.position}, trained at {config.block_size}{scaling})",
+        rows += [f"loss on the same targets by context ({config.position}, trained at {config.block_size}"
+                 f"{scaling(by_context)})",
                  f"{'context':>8} {'x train':>8} {'factor':>7} {'loss':>8} {'stderr':>8} {'bits/byte':>10}"]
     for r in by_context:
         rows.append(f"{r['context']:>8} {r['context'] / config.block_size:>8g} {r['applied']:>7g} {r['loss']:>8.4f} "
@@ -178,9 +265,12 @@ def table(by_context, by_position, config):
     return "\n".join(rows)
 
 
+TABLES = {"lengths.jsonl": table, "accuracy.jsonl": accuracy_table}
+
+
 class Lengths(Evaluation):
     contexts: tuple[int, ...] | None = None
-    """Contexts in tokens; block_size times 1/4, 1/2, 1, 2, 4, 8, 16 unless given."""
+    """Contexts in tokens; block_size times 1/4, 1/2, 1, 2, 4, 8, 16 unless given. For tasks, lengths of problems."""
 
 
 @helped(Lengths, "python lengths.py RUN [--key value ...]")

@@ -20,6 +20,7 @@ IDENTITY = {
     "log.jsonl": lambda r: (r["step"], "val_loss" in r),
     "lengths.jsonl": lambda r: (*curve(r), r["context"]),
     "positions.jsonl": lambda r: (*curve(r), r["position"]),
+    "accuracy.jsonl": lambda r: (*curve(r), r["length"]),
 }
 # What every line must have, as numbers.
 NUMBERS = {
@@ -27,6 +28,15 @@ NUMBERS = {
                            ("step", "train_loss"),
     "lengths.jsonl": lambda r: ("step", "context", "loss", "stderr"),
     "positions.jsonl": lambda r: ("step", "position", "loss", "stderr"),
+    "accuracy.jsonl": lambda r: ("step", "length", "trained", "accuracy", "stderr", "chance"),
+}
+
+
+# What a curve is over, and its values; the first of them is drawn.
+CURVES = {
+    "lengths.jsonl": ("context", "loss", "stderr", "bpb"),
+    "accuracy.jsonl": ("length", "accuracy", "stderr", "loss"),
+    "positions.jsonl": ("position", "loss", "stderr"),
 }
 
 
@@ -128,7 +138,7 @@ class Silent:
     def log(self, record):
         pass
 
-    def curves(self, by_context, by_position):
+    def curves(self, found):
         pass
 
     def finish(self, summary):
@@ -148,6 +158,15 @@ def identity(kept):
     """-> the run's id in wandb that a file holds, or None."""
     words = kept.read_text(encoding="utf-8", errors="replace").split() if kept.exists() else []
     return words[0] if words and words[0].isalnum() else None
+
+
+def set_aside(run):
+    """Move earlier offline folders of a run of wandb out of the way of `wandb sync`."""
+    current = Path(run.dir).parent
+    for older in current.parent.glob(f"offline-run-*-{run.id}"):
+        if older.name != current.name:
+            (current.parent / "aside").mkdir(exist_ok=True)
+            os.replace(older, current.parent / "aside" / older.name)
 
 
 def surviving(method):
@@ -191,9 +210,10 @@ class Wandb:
             time.sleep(0.05)
         try:
             self.run = wandb.init(
-                project=config.wandb_project, id=self.identity, resume="allow", name=self.folder.name, group=config.position,
-                job_type="train", tags=[config.position], config=config.model_dump(exclude_none=True), dir=self.folder.parent,
-                mode=config.wandb, settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=20))
+                project=config.wandb_project, group=config.wandb_group or config.position, job_type=config.position,
+                tags=[config.position], name=self.folder.name, id=self.identity, resume="allow", dir=self.folder.parent,
+                config=config.model_dump(exclude_none=True), mode=config.wandb,
+                settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=20))
         except (wandb.errors.Error, OSError) as error:
             raise UserError(f"wandb = {config.wandb}: {str(error).splitlines()[0]}",
                             "use --wandb offline, or log in with `wandb login`") from None
@@ -210,17 +230,13 @@ class Wandb:
         """
         self.define_axes()
         if self.interrupted or cut:
-            aside, current = self.folder.parent / "wandb" / "aside", Path(self.run.dir).parent.name
-            for older in self.folder.parent.glob(f"wandb/offline-run-*-{self.identity}"):
-                if older.name != current:
-                    aside.mkdir(exist_ok=True)
-                    os.replace(older, aside / older.name)
+            set_aside(self.run)
             self.send_again()
 
     @surviving
     def define_axes(self):
-        for prefix, axis in (("train", "step"), ("val", "step"), ("lengths", "lengths/context"),
-                             ("positions", "positions/position")):
+        axes = ((Path(name).stem, f"{Path(name).stem}/{axis}") for name, (axis, *_) in CURVES.items())
+        for prefix, axis in (("train", "step"), ("val", "step"), *axes):
             self.run.define_metric(axis, hidden=True)
             self.run.define_metric(f"{prefix}/*", step_metric=axis)
 
@@ -229,12 +245,12 @@ class Wandb:
         for record in sorted(read(self.folder, "log.jsonl"), key=lambda r: (r["step"], "val_loss" in r)):
             self.log(record)
         curves, earlier = {}, 0
-        for place, name in enumerate(("lengths.jsonl", "positions.jsonl")):
+        for name in CURVES:
             for record in read(self.folder, name):
-                curves.setdefault(curve(record), ([], []))[place].append(record)
-        for by_context, by_position in curves.values():
-            self.curves(by_context, by_position, earlier)
-            earlier += len(by_context)
+                curves.setdefault(curve(record), {}).setdefault(name, []).append(record)
+        for found in curves.values():
+            self.curves(found, earlier)
+            earlier += len(next(iter(found.values())))
         if self.run is not None:
             self.run.summary.update(read_summary(self.folder))
 
@@ -247,24 +263,26 @@ class Wandb:
         self.run.log({**row, "step": record["step"]}, step=record["step"] * self.ROOM + number)
 
     @surviving
-    def curves(self, by_context, by_position, earlier=None):
-        """A length curve, already in the run's files: rows over their own axes, and a chart in which runs overlay.
+    def curves(self, found, earlier=None):
+        """A length curve {file: records}, already in the run's files: rows over their own axes, and a chart in which runs
+        overlay.
 
-        earlier: lines of lengths.jsonl before it; it is the last one unless given.
+        earlier: lines of the first of the files before it; it is the last one unless given.
         """
-        if not by_context:
+        (file, first), rows = next(iter(found.items())), []
+        if not first:
             return
-        name = curve_name(by_context[0])
-        rows = [{"lengths/context": r["context"], **{f"lengths/{name}/{k}": r[k] for k in ("loss", "stderr", "bpb")}}
-                for r in by_context]
-        rows += [{"positions/position": r["position"], **{f"positions/{name}/{k}": r[k] for k in ("loss", "stderr")}}
-                 for r in by_position]
-        data = self.wandb.Table(columns=["context", "loss"], data=[[r["context"], r["loss"]] for r in by_context])
-        rows.append({f"charts/{name}": self.wandb.plot.line(data, "context", "loss", title=f"loss by context, {name}")})
+        name = curve_name(first[0])
+        for place, records in found.items():
+            prefix, (axis, *values) = Path(place).stem, CURVES[place]
+            rows += [{f"{prefix}/{axis}": r[axis], **{f"{prefix}/{name}/{k}": r[k] for k in values}} for r in records]
+        axis, value, *_ = CURVES[file]
+        data = self.wandb.Table(columns=[axis, value], data=[[r[axis], r[value]] for r in first])
+        rows.append({f"charts/{name}": self.wandb.plot.line(data, axis, value, title=f"{value} by {axis}, {name}")})
         # Above all rows so far: the log's, and less than a hundred for each line of a curve.
-        step = max([by_context[0]["step"], *(r["step"] for r in read(self.folder, "log.jsonl"))])
+        step = max([first[0]["step"], *(r["step"] for r in read(self.folder, "log.jsonl"))])
         if earlier is None:
-            earlier = (self.folder / "lengths.jsonl").read_bytes().count(b"\n") - len(by_context)
+            earlier = (self.folder / file).read_bytes().count(b"\n") - len(first)
         for i, row in enumerate(rows):
             self.run.log(row, step=step * self.ROOM + 2 + 100 * earlier + i)
 

@@ -250,8 +250,10 @@ class GPT(nn.Module):
         return precise(self.head(self.hidden(ids, pos, past)))
 
     def loss(self, ids, targets, last=None, pos=None):
-        """ids, targets (B, T) -> mean cross-entropy in nats of the last targets, all unless given, to be differentiated."""
-        return self.cross_entropy(self.hidden(ids, pos), targets, last or ids.size(1)).mean()
+        """ids, targets (B, T) -> mean cross-entropy in nats of the last targets, all unless given, to be differentiated.
+        A target of -1 does not count."""
+        last = last or ids.size(1)
+        return self.cross_entropy(self.hidden(ids, pos), targets, last).sum() / (targets[:, -last:] >= 0).sum()
 
     @torch.no_grad()
     def losses(self, ids, targets, last=None, pos=None):
@@ -260,15 +262,26 @@ class GPT(nn.Module):
         Memory grows with T, not with its square: long windows run in chunks of queries through the cache, and only the
         logits that are scored exist, a part at a time.
         """
+        return self.cross_entropy(self.in_chunks(ids, pos), targets, last or ids.size(1))
+
+    @torch.no_grad()
+    def answers(self, ids, targets, pos=None):
+        """ids, targets (B, T) -> cross-entropy in nats, 0 where a target is -1, and the likeliest next tokens, each (B, T)."""
+        x = self.in_chunks(ids, pos)
+        likeliest = [precise(self.head(part)).argmax(-1) for part in x.split(self.CHUNK, 1)]
+        return self.cross_entropy(x, targets, ids.size(1)), torch.cat(likeliest, 1)
+
+    def in_chunks(self, ids, pos=None):
+        """What `hidden` gives, of long windows a chunk of queries at a time."""
         T = ids.size(1)
         past = self.past(T) if T > self.CHUNK else None
-        x = torch.cat([self.hidden(part, pos, past) for part in ids.split(self.CHUNK, 1)], 1)
-        return self.cross_entropy(x, targets, last or T)
+        return torch.cat([self.hidden(part, pos, past) for part in ids.split(self.CHUNK, 1)], 1)
 
     def cross_entropy(self, x, targets, last):
-        """Hidden x (B, T, C), targets (B, T) -> (B, last) nats, with no more than LOGITS logits in memory at once."""
+        """Hidden x (B, T, C), targets (B, T) -> (B, last) nats, 0 where a target is -1, with no more than LOGITS logits in
+        memory at once."""
         def score(x, targets):
-            return F.cross_entropy(precise(self.head(x)), targets, reduction="none")
+            return F.cross_entropy(precise(self.head(x)), targets, ignore_index=-1, reduction="none")
 
         size = max(1, self.LOGITS // self.head.out_features)
         parts = list(zip(x[:, -last:].flatten(0, 1).split(size), targets[:, -last:].flatten().split(size)))

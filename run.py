@@ -14,7 +14,7 @@ import files
 import logs
 import tokenizer
 from checkpoints import fill, load, load_resumable, save
-from config import MODEL, NEUTRAL, Config, read_config, with_changes
+from config import MODEL, NEUTRAL, Config, read_config, refuse_difference, with_changes
 from machine import available, resolve, room_for, set_up, versions
 from model import GPT
 from options import NotFinite, UserError, build
@@ -62,15 +62,6 @@ def restore(folder, checkpoint="best", **changes):
 
 
 TEXT = ("dataset", "tokenizer", "vocab_size", "init_from")  # what they come to is known by its hash, wherever it lies now
-
-
-def refuse_difference(path, before, now, free=NEUTRAL):
-    """A run is continued only under its own config {key: value}; `free` keys may differ, and max_iters may grow."""
-    for key in Config.model_fields:
-        old, new = before.get(key), getattr(now, key)
-        if key not in free and old != new and not (key == "max_iters" and isinstance(old, int) and new > old):
-            raise UserError(f"{path}: holds a run with {key} = {old}, not {new}",
-                            "give another --out_dir, or --overwrite to delete that run")
 
 
 class Run:

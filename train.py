@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 import lengths
-from batches import batches, load_data, windows
+from batches import load_data
 from config import Config, load
 from options import NotFinite, command, helped
 from parallel import ALONE, full, started
@@ -84,12 +84,12 @@ def update(model, optimizers, x, y, step, config, autocast, processes=ALONE):
 
     total, device = 0.0, model.embed.weight.device
     pos = model.position.random_subset(x.size(1), step, device)
-    passes = processes.passes(len(x), config.batch_size)
+    passes, scored = processes.passes(len(x), config.batch_size), (y >= 0).sum().item()
     for i, part in enumerate(passes):
         if config.dropout:  # the fused kernels take no generator, so the global one is set by where training stands
             place = (config.seed, step, i, processes.rank)
             torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
-        share = len(x[part]) / len(x)
+        share = (y[part] >= 0).sum().item() / scored
         part = part if share else slice(1)  # with nothing to do, a process goes along all the same, and counts for nothing
         with processes.last_pass(i + 1 == len(passes)):
             with autocast:
@@ -167,9 +167,9 @@ def loop(run, data, model, optimizers):
     config, processes = run.config, run.processes
     rows = config.batch_size * config.gradient_accumulation_steps
     tokens = rows * config.block_size
-    stream = batches(data.train, rows, config.block_size, config.seed, run.step)
+    stream = data.batches(rows, config.block_size, config.seed, run.step)
     autocast = torch.autocast(model.embed.weight.device.type, torch.bfloat16, enabled=run.resolved["dtype"] == "bfloat16")
-    few, whole = (windows(data.val, config.block_size, count) for count in (config.eval_windows, None))
+    few, whole = (data.validation(config.block_size, count) for count in (config.eval_windows, None))
     step, reached, final, last = run.step, run.reached, None, min(config.max_iters, config.stop_at or config.max_iters)
     began, stopping = time.perf_counter() - run.seconds, False
     with Stop() as stop, Progress(step, config.max_iters, processes.main) as progress:
@@ -189,8 +189,7 @@ def loop(run, data, model, optimizers):
                 if not math.isfinite(result["val_loss"]):
                     raise NotFinite(f"step {step}: validation loss {result['val_loss']}, learning rate {rate:.3g}, "
                                     f"gradient norm {norm:.3g}")
-                progress.say(f"step {step}: validation loss {result['val_loss']:.4f} ± {result['val_stderr']:.4f} "
-                             f"({result['windows']} windows), {result['val_bpb']:.4f} bits per byte")
+                progress.say(f"step {step}: validation loss {lengths.said(result)}")
                 run.log({"step": step, **result})
                 if config.target_val_loss and result["val_loss"] - result["val_stderr"] <= config.target_val_loss:
                     final = lengths.evaluate(model, data, whole, processes)
@@ -222,19 +221,19 @@ def loop(run, data, model, optimizers):
 
 def conclude(run, model, data, step, final, seconds, processes):
     """Evaluate the last and the best weights over the whole validation split, measure the length curve, end the run."""
-    began, whole = time.perf_counter(), windows(data.val, run.config.block_size)
-    print(f"trained and saved; now the whole validation split, {len(whole)} windows, and the length curve", flush=True)
+    began, whole = time.perf_counter(), data.validation(run.config.block_size)
+    print("trained and saved; now the whole validation split, and the length curve", flush=True)
     final = final or lengths.evaluate(model, data, whole, processes)
     run.load_best(model)
     best = final if run.best["step"] == step else lengths.evaluate(model, data, whole, processes)
-    print(f"validation loss over all {len(whole)} windows: {final['val_loss']:.4f} at the end, "
+    print(f"validation loss over the whole split: {lengths.said(final)} at the end, "
           f"{best['val_loss']:.4f} with the weights of step {run.best['step']} (best.pt)")
     lengths.measure(run.folder, model, run.best["step"], "best", data, run.tracker, processes=processes)
     tokens = step * run.config.batch_size * run.config.gradient_accumulation_steps * run.config.block_size
     run.finish({"position": run.config.position, "parameters": model.size(), "step": step, "tokens": tokens,
-                "seconds": round(seconds + time.perf_counter() - began, 3),
-                "final_val_loss": final["val_loss"], "final_val_stderr": final["val_stderr"], "final_val_bpb": final["val_bpb"],
-                "best_step": run.best["step"], "best_val_loss": best["val_loss"], "best_val_bpb": best["val_bpb"]})
+                "seconds": round(seconds + time.perf_counter() - began, 3), "best_step": run.best["step"],
+                **{f"{which}_{key}": value for which, result in (("final", final), ("best", best))
+                   for key, value in result.items() if key.startswith("val_")}})
 
 
 @helped(Config, "python train.py [CONFIG.toml ...] [--key value ...]")

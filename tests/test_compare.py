@@ -181,9 +181,8 @@ def test_picture_is_written(name, start, make, tmp_path, capsys):
 
 
 def test_picture_has_the_curves_and_the_training_length(make):
-    left, right, positions, legend = compare.figure([make("rope-1"), make("learned-1", position="learned")]).axes
+    left, right, legend = compare.figure([make("rope-1"), make("learned-1", position="learned")]).axes
     assert [t.get_text() for t in legend.get_legend().get_texts()] == ["rope-1", "learned-1"]
-    assert [a.get_text() for a in positions.texts] == ["trained at 32"]
     assert [line.get_ydata().tolist() for line in left.lines[1::2]] == [[3.1, 2.0]] * 2
     curves = [container.lines[0] for container in right.containers]
     assert [line.get_xdata().tolist() for line in curves] == [[16, 32]] * 2
@@ -209,7 +208,9 @@ def test_picture_without_an_ending_is_where_the_program_says(make, tmp_path, cap
 
 
 def test_picture_has_the_loss_by_position(run_folder):
-    line = compare.figure([run_folder]).axes[2].lines[0]
+    axes = compare.figure([run_folder]).axes[2]
+    line = axes.lines[0]
+    assert [a.get_text() for a in axes.texts] == ["trained at 32"]
     records = logs.read(run_folder, "positions.jsonl")
     assert line.get_xdata().tolist() == [r["position"] + 1 for r in records]
     assert line.get_ydata().tolist() == [r["loss"] for r in records]

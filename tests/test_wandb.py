@@ -94,7 +94,8 @@ def test_run_has_its_name_group_tags_and_config(interrupted):
 def test_axes_are_defined(interrupted):
     for file in interrupted[1]:
         axes = {m["glob_name"]: m["step_metric"] for m in file["metric"] if "glob_name" in m}
-        assert axes == {"train/*": "step", "val/*": "step", "lengths/*": "lengths/context", "positions/*": "positions/position"}
+        assert axes == {"train/*": "step", "val/*": "step", "lengths/*": "lengths/context", "positions/*": "positions/position",
+                        "accuracy/*": "accuracy/length"}
 
 
 def test_steps_always_grow_and_nothing_is_dropped(interrupted):
