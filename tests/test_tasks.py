@@ -127,7 +127,7 @@ def test_what_counts_not_adds_nothing_to_the_loss_or_to_a_gradient():
 
 
 def test_micro_batches_count_by_the_tokens_that_are_scored(tmp_path):
-    one = made("copy", max_iters=3, warmup_iters=1, batch_size=6, out_dir=str(tmp_path / "one"), learning_rate=0.001, muon_learning_rate=0.001)
+    one = made("copy", max_iters=3, warmup_iters=1, batch_size=6, out_dir=str(tmp_path / "one"), muon_learning_rate=0.01)
     many = one.model_copy(update={"batch_size": 2, "gradient_accumulation_steps": 3, "out_dir": str(tmp_path / "many")})
     assert train.train(one) == train.train(many) == 0
     found = [[r["train_loss"] for r in logs.read(c.out_dir, "log.jsonl") if "train_loss" in r] for c in (one, many)]
