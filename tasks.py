@@ -97,8 +97,8 @@ class Parity(Task):
 
 
 class Addition(Task):
-    """>57+68=521; two numbers of `length` digits each, and their sum from its last digit to its first, the order in which it
-    is computed (Lee et al. 2023, arXiv:2307.03381)."""
+    """>75+86=521; two numbers of `length` digits each and their sum, all from the last digit to the first, the order in which
+    sums are computed (Zhou et al. 2024, arXiv:2402.09371)."""
 
     symbols = string.digits + "+"
 
@@ -106,7 +106,7 @@ class Addition(Task):
         a, b = (self.draw(generator, string.digits, length) for _ in range(2))
         # By digits: Python refuses to read numbers of thousands.
         answer, carry = [], 0
-        for x, y in zip(reversed(a), reversed(b)):
+        for x, y in zip(a, b):
             carry, digit = divmod(int(x) + int(y) + carry, 10)
             answer.append(str(digit))
         return f"{a}+{b}", "".join(answer) + str(carry)

@@ -23,7 +23,7 @@ from tests.conftest import small
 SOLVED = {  # a slow reference: the answer of a question
     "copy": lambda question: question,
     "reverse": lambda question: "".join(reversed(question)),
-    "addition": lambda question: str(sum(map(int, question.split("+")))).zfill(len(question) // 2 + 1)[::-1],
+    "addition": lambda question: str(sum(int(n[::-1]) for n in question.split("+"))).zfill(len(question) // 2 + 1)[::-1],
     "parity": lambda question: str(sum(map(int, question)) % 2),
     "sort": lambda question: "".join(sorted(question)),
     "passkey": lambda question: question.partition("#")[2][:4],
@@ -47,7 +47,7 @@ def test_answers_are_right_and_problems_of_one_length_have_one_size(name, length
 
 def test_sums_of_any_length_are_right():
     question, answer = TASKS["addition"]().problem(np.random.default_rng(0), 10_000)
-    a, b = (sum(10**i * int(d) for i, d in enumerate(reversed(part))) for part in question.split("+"))
+    a, b = (sum(10**i * int(d) for i, d in enumerate(part)) for part in question.split("+"))
     assert sum(10**i * int(d) for i, d in enumerate(answer)) == a + b
 
 
