@@ -1,0 +1,209 @@
+"""What a study ends with: its statistics against slow references, and its files."""
+import csv
+import json
+import math
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import compare
+import config
+import logs
+import report
+from tests.test_wandb import inspect, rows
+
+
+def record(axis, x, value, **more):
+    name = "accuracy" if axis == "length" else "loss"
+    return {"step": 20, "checkpoint": "best", "scaling": "none", "factor": 1.0, "finetuned": False, "settings": {}, axis: x,
+            name: value, "stderr": 0.01, **more}
+
+
+@pytest.fixture
+def make(tmp_path):
+    """-> a function that writes the folder of a run and gives its job."""
+    def write(name, seed, loss, **changes):
+        folder, yarn = tmp_path / f"{name}-{seed}", changes.pop("yarn", None)
+        folder.mkdir()
+        made = config.build(config.Config, {"block_size": 32, "seed": seed, "wandb": "disabled", **changes})
+        (folder / "config.toml").write_text(made.toml(), encoding="utf-8")
+        logs.append(folder, "log.jsonl", [{"step": 10, "train_loss": 3.0, "lr": 0.1},
+                                          {"step": 10, "val_loss": loss, "val_stderr": 0.1}])
+        if made.dataset.startswith("task:"):
+            logs.append(folder, "accuracy.jsonl", [record("length", n, loss / n, chance=1 / n, trained=8) for n in (4, 8, 16)])
+        else:
+            curve = [record("context", c, loss + c / 100) for c in (16, 32, 64)]
+            if yarn is not None:
+                curve += [r | {"scaling": "yarn", "factor": "auto", "loss": yarn} for r in curve]
+            logs.append(folder, "lengths.jsonl", curve)
+            logs.append(folder, "positions.jsonl", [record("position", p, loss) for p in (0, 1, 2)])
+        (folder / "summary.json").write_text(json.dumps({"parameters": 123, "best_val_loss": loss, "max_iters": 10}),
+                                             encoding="utf-8")
+        return SimpleNamespace(name=folder.name, folder=folder, config=made, state="finished",
+                               command=["python", "train.py", "--prompt", "a b"])
+    return write
+
+
+def quantile(freedom):
+    """Student's t by Simpson's rule and bisection, slowly: the x up to which lies 97.5 % of the distribution."""
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+
+    def below(x, steps=4000):
+        density = [scale * (1 + (x * i / steps) ** 2 / freedom) ** (-(freedom + 1) / 2) for i in range(steps + 1)]
+        return 0.5 + x / steps / 3 * (density[0] + density[-1] + 4 * sum(density[1::2]) + 2 * sum(density[2:-1:2]))
+
+    low, high = 0.0, 20.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) < 0.975 else (low, middle)
+    return low
+
+
+def test_quantiles_are_students():
+    for freedom in (1, 2, 3, 7, 18, 30):
+        assert report.STUDENT[freedom - 1] == pytest.approx(quantile(freedom), abs=6e-4)
+    assert len(report.STUDENT) == 30 and sorted(report.STUDENT, reverse=True) == list(report.STUDENT)
+
+
+@pytest.mark.parametrize(("differences", "words"), [
+    ([0.10, 0.12, 0.11], "+0.110 ± 0.025, higher"), ([-0.10, -0.12, -0.11], "-0.110 ± 0.025, lower"),
+    ([0.1, -0.1, 0.3], "+0.100 ± 0.497, within the noise"), ([0.5], "+0.500, one pair"),
+    ([0.0, 0.0, 0.0], "+0.000 ± 0.000, within the noise")])
+def test_nothing_is_called_better_within_the_noise(differences, words):
+    assert report.verdict(differences) == words
+
+
+def test_interval_is_the_quantile_times_the_standard_error():
+    values = [0.3, 0.1, 0.4, 0.15]
+    mean, half = report.interval(values)
+    assert mean == pytest.approx(sum(values) / 4) and half == pytest.approx(3.182 * statistics.stdev(values) / 2)
+
+
+def table(made, title):
+    """-> {first cell: {heading: cell}} of the table with that title."""
+    found = next(t for t in made if t["title"] == title)
+    return {row[0]: dict(zip(found["columns"], row, strict=True)) for row in found["rows"]}
+
+
+def read(jobs):
+    return compare.read_runs([job.folder for job in jobs])
+
+
+def test_runs_are_paired_by_seed_not_by_order(make):
+    jobs = [make("rope", seed, 1.0 + seed) for seed in (1, 2, 3)]
+    jobs += [make("alibi", seed, loss, position="alibi") for seed, loss in ((3, 4.1), (1, 2.1), (2, 3.1), (4, 9.0))]
+    made = report.tables(read(jobs))
+    assert table(made, "Results")["rope"]["validation loss"] == "3.000±1.000" and table(made, "Results")["alibi"]["runs"] == "4"
+    cell = table(made, "Difference to rope")["alibi"]["at 32"]
+    assert cell.startswith("+0.100 ± 0.000") and cell.endswith("higher")
+
+
+def test_curves_that_end_have_no_number_and_no_difference(make):
+    jobs = [make("rope", 1, 2.0), make("learned", 1, 2.1, position="learned")]
+    kept = [r for r in logs.read(jobs[1].folder, "lengths.jsonl") if r["context"] <= 32]
+    (jobs[1].folder / "lengths.jsonl").write_bytes(logs.lines(kept))
+    made = report.tables(read(jobs))
+    assert table(made, "Results")["learned-1"]["at 64"] == "-" == table(made, "Difference to rope-1")["learned-1"]["at 64"]
+    assert table(made, "Difference to rope-1")["learned-1"]["at 32"] == "+0.100, one pair"
+
+
+def test_each_is_also_compared_at_its_best_learning_rate(make):
+    jobs = [make(f"{p}-{rate}", seed, loss + seed / 100, position=p, learning_rate=rate)
+            for p, rate, loss in (("rope", 0.01, 2.0), ("rope", 0.02, 1.8), ("alibi", 0.01, 1.9), ("alibi", 0.02, 2.2))
+            for seed in (1, 2)]
+    made = report.tables(read(jobs))
+    assert list(table(made, "Results, each at its best learning rate")) == ["rope-0.02", "alibi-0.01"]
+    difference = table(made, "Difference to rope-0.02, each at its best learning rate")
+    assert difference["alibi-0.01"]["validation loss"].startswith("+0.100")
+    assert not any("best" in t["title"] for t in report.tables(read(jobs[:2])))
+
+
+def test_data_sets_are_not_compared_with_each_other(make, tmp_path):
+    jobs = [make("copy-rope", 1, 2.0, dataset="task:copy"), make("sort-rope", 1, 3.0, dataset="task:sort")]
+    made = report.tables(read(jobs))
+    assert [t["title"] for t in made] == ["Results, copy", "Results, sort"]
+    assert table(made, "Results, copy")["copy-rope-1"]["right at 8"] == "0.250"
+    report.write(tmp_path, "tasks", jobs, "python study.py x.toml")
+    assert {p.stem for p in tmp_path.glob("*.svg")} == {"accuracy-copy", "accuracy-sort", "steps-copy", "steps-sort"}
+    page = shown(tmp_path)
+    assert [g["id"] for g in page["groups"]] == ["rope-1"]
+    accuracy = [p for p in page["panels"] if p["id"].startswith("accuracy")]
+    assert [p["chance"] for p in accuracy] == [[[4, 0.25], [8, 0.125], [16, 0.0625]]] * 2
+    assert [p["trained"] for p in accuracy] == [8, 8] and [p["curves"][0]["mean"][1] for p in accuracy] == [0.25, 0.375]
+
+
+def shown(folder):
+    """-> what the page in a study's folder holds as data."""
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    return json.JSONDecoder().raw_decode(text, text.index("const data = ") + len("const data = "))[0]
+
+
+def test_files_hold_the_numbers_of_the_run_folders(make, tmp_path):
+    jobs = [make("rope", seed, 2.0 + seed / 10, yarn=1.5 + seed / 10) for seed in (1, 2, 3)]
+    jobs += [make("alibi", seed, 3.0 + seed / 10, position="alibi") for seed in (1, 2, 3)]
+    jobs.append(SimpleNamespace(name="t5-1", folder=tmp_path / "t5-1", config=jobs[0].config, state="failed: <script>",
+                                command=["x"]))
+    report.write(tmp_path, "positions", jobs, "python study.py x.toml")
+    with open(tmp_path / "table.csv", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    losses = {r["seed"]: float(r["value"]) for r in lines if r["curve"] == "rope yarn-auto" and r["what"] == "at 64"}
+    assert losses == {"1": 1.6, "2": 1.7, "3": 1.8}
+    text = (tmp_path / "table.md").read_text(encoding="utf-8")
+    assert "| rope | 3 | 123 | 2.200±0.100 | 2.360±0.100 |" in text, text
+    assert "Of 7 intervals, about 0.3 would" in text
+    assert {p.stem for p in tmp_path.glob("*.png")} == {"steps", "lengths", "positions", "lengths-scalings"}
+    page = shown(tmp_path)
+    panel = next(p for p in page["panels"] if p["id"] == "lengths")
+    curve = next(c for c in panel["curves"] if c["label"] == "rope")
+    assert curve["xs"] == [16, 32, 64] and curve["mean"] == pytest.approx([2.36, 2.52, 2.84])
+    assert curve["spread"] == pytest.approx([0.1] * 3) and curve["runs"] == 3 and panel["trained"] == 32
+    assert [c["label"] for c in page["panels"][0]["curves"]] == ["rope", "alibi"]
+    assert page["runs"][0]["command"] == "python train.py --prompt 'a b'" and page["runs"][-1]["state"] == "failed: <script>"
+    assert "failed: <script>" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+    before = (tmp_path / "lengths.svg").read_bytes()
+    report.write(tmp_path, "positions", jobs, "python study.py x.toml")
+    assert (tmp_path / "lengths.svg").read_bytes() == before
+
+
+def test_fine_tuned_runs_stand_beside_what_they_began_from(make):
+    jobs = [make("rope", 1, 2.0), make("rope", 2, 2.1), make("none", 1, 3.0, position="none")]
+    jobs += [make(f"rope-{seed}+longer", seed, 1.9, init_from=str(jobs[seed - 1].folder), block_size=64) for seed in (1, 2)]
+    for job, seed in zip(jobs[-2:], (1, 2)):
+        job.folder.rename(job.folder.with_name(f"rope-{seed}+longer"))
+        job.folder = job.folder.with_name(f"rope-{seed}+longer")
+    drawn = report.pictures(read(jobs))
+    assert [label for label, *_ in drawn["lengths-scalings"][1]] == ["rope", "rope+longer"]
+    assert [label for label, *_ in drawn["lengths"][1]] == ["rope", "none-1"]
+
+
+def test_runs_that_have_only_begun_are_listed(make, tmp_path):
+    job = make("rope", 1, 2.0)
+    for name in ("summary.json", "lengths.jsonl", "positions.jsonl"):
+        (job.folder / name).unlink()
+    job.state = "unfinished"
+    report.write(tmp_path, "positions", [job], "x")
+    assert shown(tmp_path)["runs"][0]["state"] == "unfinished" and shown(tmp_path)["panels"][0]["curves"]
+    (job.folder / "log.jsonl").unlink()
+    (tmp_path / "report.html").unlink()
+    report.write(tmp_path, "positions", [job], "x")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_results_are_sent_to_wandb_once(make, tmp_path, monkeypatch):
+    jobs = [make("rope", 1, 2.0, wandb="offline")]
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    report.write(tmp_path, "positions", jobs, "x")
+    report.write(tmp_path, "positions", jobs, "x")
+    folders = list((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(folders) == 1
+    file = inspect(tmp_path / "rope-1")[0]
+    run = file["run"][0]
+    assert (run["run_group"], run["job_type"], run["display_name"]) == ("positions", "study", "positions-results")
+    assert {"Results", "steps", "lengths", "positions"} <= {key.split(".")[0] for _, item in rows(file) for key in item}
+    logs.append(jobs[0].folder, "lengths.jsonl", [record("context", 128, 3.0)])
+    report.write(tmp_path, "positions", jobs, "x")
+    left = list((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(left) == 1 and left != folders and len(list((tmp_path / "wandb/aside").iterdir())) == 1
+    assert Path(tmp_path, "wandb_id.txt").read_text(encoding="utf-8").split()[0] == left[0].name.rsplit("-", 1)[1]
