@@ -10,7 +10,7 @@ READY := .venv/ready
 TESTABLE := .venv/testable
 endif
 
-.PHONY: run compare bench test test-slow lint format
+.PHONY: run compare study bench test test-slow lint format
 
 run: $(READY)
 	$(BIN)/python train.py configs/rope.toml
@@ -19,6 +19,9 @@ run: $(READY)
 compare: $(READY)
 	set -e; for position in $(COMPARED); do $(BIN)/python train.py configs/$$position.toml; done
 	$(BIN)/python compare.py $(COMPARED:%=out/%-1337) --picture out/compare.png
+
+study: $(READY)
+	$(BIN)/python study.py studies/quick.toml
 
 bench: $(TESTABLE)
 	$(BIN)/python bench.py --pairs 3 --json_file bench.json

@@ -214,6 +214,7 @@ class Wandb:
                 tags=[config.position], name=self.folder.name, id=self.identity, resume="allow", dir=self.folder.parent,
                 config=config.model_dump(exclude_none=True), mode=config.wandb,
                 settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=20))
+            self.identity = self.run.id  # a sweep gives its own
         except (wandb.errors.Error, OSError) as error:
             raise UserError(f"wandb = {config.wandb}: {str(error).splitlines()[0]}",
                             "use --wandb offline, or log in with `wandb login`") from None

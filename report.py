@@ -19,6 +19,7 @@ import compare
 import files
 import logs
 from compare import PANELS
+from options import UserError
 
 # Quantiles 0.975 of Student's t by degrees of freedom, from 1 on; beyond them, that of the normal distribution is near.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
@@ -304,6 +305,32 @@ def track(folder, name, config, tables, pictures):
         print(f"wandb: {error or type(error).__name__}; the results are in {folder}", file=sys.stderr)
         return
     files.replace(kept, f"{identity} {digest}\n".encode())
+
+
+def publish(name, jobs):
+    """Save a report into wandb, where the study's runs are, and -> its address. UserError if that cannot be done."""
+    try:
+        import wandb_workspaces.reports.v2 as wr
+    except ImportError:
+        raise UserError("publish: the package wandb-workspaces is not installed", "pip install wandb-workspaces") from None
+    runs = compare.read_runs([job.folder for job in jobs if job.state == "finished"])
+    if not runs:
+        raise UserError("publish: no run of this study is finished", "run the study first")
+    config = runs[0]["config"]
+    panels = [wr.LinePlot(title="validation loss", x="step", y=["val/loss"])]
+    for panel in compare.shown(runs):
+        kind, names = PANELS[panel], sorted({logs.curve_name(next(iter(curve.values())))
+                                             for run in runs for curve in run[panel].values()})
+        panels.append(wr.LinePlot(title=kind.title, x=f"{panel}/{kind.axis}", y=[f"{panel}/{n}/{kind.value}" for n in names],
+                                  log_x=True))
+    runset = wr.Runset(project=config.wandb_project, name=name, filters=f"Group = '{name}'", groupby=["config.position"])
+    try:
+        made = wr.Report(project=config.wandb_project, title=name, blocks=[
+            wr.H1(name), wr.MarkdownBlock(markdown(tables(runs))), wr.PanelGrid(runsets=[runset], panels=panels)])
+        made.save()
+    except Exception as error:  # of a library that raises plain Exception, and of the network
+        raise UserError(f"publish: {error}", "log in with `wandb login`, and send the runs first, by `wandb sync`") from None
+    return made.url
 
 
 def write(folder, name, jobs, command):

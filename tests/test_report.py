@@ -3,6 +3,7 @@ import csv
 import json
 import math
 import statistics
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import compare
 import config
 import logs
 import report
+from options import UserError
 from tests.test_wandb import inspect, rows
 
 
@@ -207,3 +209,36 @@ def test_results_are_sent_to_wandb_once(make, tmp_path, monkeypatch):
     left = list((tmp_path / "wandb").glob("offline-run-*"))
     assert len(left) == 1 and left != folders and len(list((tmp_path / "wandb/aside").iterdir())) == 1
     assert Path(tmp_path, "wandb_id.txt").read_text(encoding="utf-8").split()[0] == left[0].name.rsplit("-", 1)[1]
+
+
+def test_a_report_is_made_for_wandb_by_its_own_library(make, monkeypatch):
+    interface = pytest.importorskip("wandb_workspaces.reports.v2.interface")
+    jobs, saved = [make("rope", seed, 2.0, yarn=1.5) for seed in (1, 2)], []
+    monkeypatch.setattr(interface, "_get_api", lambda: SimpleNamespace(default_entity="someone"))  # what needs a server
+    monkeypatch.setattr(interface.Report, "save", lambda made: saved.append(made._to_model()))
+    monkeypatch.setattr(interface.Report, "url", "https://here")
+    assert report.publish("positions", jobs) == "https://here"
+    spec = saved[0].spec.model_dump_json(by_alias=True, exclude_none=True)
+    assert saved[0].project.name == "positions" and saved[0].display_name == "positions"
+    for part in ("lengths/yarn-auto/loss", "lengths/none-1.0/loss", "lengths/context", "val/loss", "| rope | 2 |"):
+        assert part in spec, part
+    assert '"positions"' in spec and "position" in spec
+
+
+def test_what_keeps_a_report_from_wandb_is_said(make, monkeypatch):
+    job = make("rope", 1, 2.0)
+    monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)
+    with pytest.raises(UserError, match="not installed"):
+        report.publish("positions", [job])
+    monkeypatch.undo()
+    interface = pytest.importorskip("wandb_workspaces.reports.v2.interface")
+
+    def fail():
+        raise Exception("not logged in")
+
+    monkeypatch.setattr(interface, "_get_api", fail)
+    with pytest.raises(UserError, match="not logged in"):
+        report.publish("positions", [job])
+    job.state = "unfinished"
+    with pytest.raises(UserError, match="no run of this study is finished"):
+        report.publish("positions", [job])
