@@ -13,7 +13,7 @@ import pytest
 import lengths
 import logs
 import train
-from tests.conftest import small
+from tests.conftest import SMALL, small
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
@@ -86,9 +86,33 @@ def test_run_has_its_name_group_tags_and_config(interrupted):
     for file in files:
         run = file["run"][0]
         assert run["display_name"] == folder.name == "rope-1"
-        assert (run["run_group"], run["tags"], run["project"]) == ("rope", ["rope"], "positions")
+        assert (run["run_group"], run["job_type"], run["tags"], run["project"]) == ("rope", "rope", ["rope"], "positions")
         config = {key: value for key, value in run["config"]["update"].items() if not key.startswith("_")}
         assert {k: v for k, v in config.items() if k != "stop_at"} == written
+
+
+def test_a_study_gives_the_group_and_a_sweep_the_id(corpus, tmp_path):
+    """In a process of its own, as wandb's agent starts it: what wandb has read from the environment once, it keeps."""
+    words = [f"--{key}={value}" for key, value in (SMALL | {"dataset": corpus, "max_iters": 6, "wandb": "offline"}).items()]
+    sweep = {"WANDB_SWEEP_ID": "abc", "WANDB_RUN_ID": "given123", "WANDB_PROJECT": "theirs"}
+    subprocess.run([sys.executable, ROOT / "train.py", *words, "--wandb_group=study", "--out_dir=run"], cwd=tmp_path,
+                   env=ENVIRONMENT | sweep, check=True, capture_output=True)
+    file, = inspect(tmp_path / "run")
+    run = file["run"][0]
+    assert (run["run_id"], run["run_group"], run["job_type"], run["project"]) == ("given123", "study", "rope", "theirs")
+    assert (tmp_path / "run/wandb_id.txt").read_text(encoding="utf-8").split() == ["given123"]
+
+
+def test_curves_of_tasks_have_an_axis_of_their_own(tmp_path):
+    folder = tmp_path / "run"
+    start("task:copy", folder, max_iters=6)
+    start("task:copy", folder, max_iters=6)  # again: nothing is sent twice
+    file, = inspect(folder)
+    found = column([file], "accuracy/length", "accuracy/none-1.0/accuracy", "accuracy/none-1.0/loss")
+    records = logs.read(folder, "accuracy.jsonl")
+    assert found == [(r["length"], r["accuracy"], r["loss"]) for r in records] and len(found) > 5
+    assert [item["val/accuracy"] for _, item in rows(file) if "val/accuracy" in item]
+    assert any("charts/none-1.0" in key for _, item in rows(file) for key in item)
 
 
 def test_axes_are_defined(interrupted):
