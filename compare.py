@@ -160,6 +160,7 @@ class Panel:
     title: str
     trained: Callable  # (run, record) -> where on the x-axis training ended
     column: str = ""  # before the columns of the table, if it has any
+    shift: int = 0  # between the key and the x-axis
 
 
 LOSS = "loss (nats per token)"
@@ -167,7 +168,7 @@ PANELS = {
     "lengths": Panel("context", "loss", "context (tokens)", LOSS, "loss on the same targets by context",
                      lambda run, record: run["config"].block_size, "at"),
     "positions": Panel("position", "loss", "tokens seen", LOSS, "loss by position in the longest windows",
-                       lambda run, record: run["config"].block_size),
+                       lambda run, record: run["config"].block_size, shift=1),
     "accuracy": Panel("length", "accuracy", "length of the problem", "answers that are right", "accuracy by length",
                       lambda run, record: record["trained"], "right at"),
 }
@@ -225,8 +226,8 @@ def draw_panel(axes, name, curves):
         if not measured:
             continue
         xs, means, spreads = points(measured, panel.value)
+        xs = [x + panel.shift for x in xs]
         if name == "positions":
-            xs = [x + 1 for x in xs]
             axes.plot(xs, means, **style, markersize=3, linewidth=1)
         else:
             axes.errorbar(xs, means, spreads if len(measured) == 1 else None, **style, markersize=5, capsize=2)

@@ -252,9 +252,10 @@ def page_panels(runs):
             records = [(run, record) for run in members for curve in run[name].values() for record in curve.values()]
             chance = sorted({(record[kind.axis], record["chance"]) for _, record in records if "chance" in record})
 
-            def points(some, key, name=name, value=kind.value):
+            def points(some, key, name=name, kind=kind):
                 measured = [run[name][key] for run in some if run[name].get(key)]
-                return compare.points(measured, value) if measured else ([], [], [])
+                xs, means, spreads = compare.points(measured, kind.value) if measured else ([], [], [])
+                return [x + kind.shift for x in xs], means, spreads
 
             panel(name, kind.x, kind.y, kind.title, points, chance=chance or None,
                   trained=min((kind.trained(run, record) for run, record in records), default=None))
@@ -272,7 +273,7 @@ def page(name, command, jobs, runs):
     any_summary = next((s for s in summaries.values() if s), {})
     data = {
         "name": name, "command": command, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": any_summary.get("commit", ""), "trained": runs[0]["config"].block_size,
+        "commit": str(any_summary.get("git_commit") or ""), "trained": runs[0]["config"].block_size,
         "versions": ", ".join(f"{key} {any_summary[key]}" for key in ("python", "torch", "numpy") if key in any_summary),
         "panels": page_panels(runs), "tables": tables(runs),
         "groups": [{"id": name, "label": name, "colour": colour} for name, colour in groups.items()],

@@ -164,6 +164,8 @@ def test_files_hold_the_numbers_of_the_run_folders(make, tmp_path):
     assert [c["label"] for c in page["panels"][0]["curves"]] == ["rope", "alibi"]
     assert page["runs"][0]["command"] == "python train.py --prompt 'a b'" and page["runs"][-1]["state"] == "failed: <script>"
     assert "failed: <script>" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+    by_position = next(p for p in page["panels"] if p["id"] == "positions")
+    assert by_position["curves"][0]["xs"] == [1, 2, 3]  # tokens seen: a logarithm has no place for 0
     before = (tmp_path / "lengths.svg").read_bytes()
     report.write(tmp_path, "positions", jobs, "python study.py x.toml")
     assert (tmp_path / "lengths.svg").read_bytes() == before
