@@ -40,6 +40,7 @@ CASES = {  # what differs from SMALL; three processes cannot share eight windows
     "accumulation": EXACT | {"batch_size": 2, "gradient_accumulation_steps": 3, "position": "kerple", "length_interval": 20},
     "random": EXACT | {"batch_size": 1, "gradient_accumulation_steps": 2, "position": "fire", "random_positions": 64,
                        "parallel": "fsdp"},
+    "task": EXACT | {"dataset": "task:sort", "batch_size": 4, "parallel": "ddp"},  # of each row, another share is scored
     "muon": {"log_interval": 1, "parallel": "ddp"},
     "muon fsdp": {"log_interval": 1, "parallel": "fsdp", "muon_heads": True},
 }
@@ -73,7 +74,7 @@ def together(runs, tmp_path, **how):
 
 
 def values(name, corpus, folder, **changes):
-    return SMALL | CASES[name] | {"dataset": str(corpus), "out_dir": str(folder), **changes}
+    return SMALL | {"dataset": str(corpus)} | CASES[name] | {"out_dir": str(folder), **changes}
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,8 @@ def test_losses_do_not_depend_on_the_number_of_processes(processes, alone, corpu
             exact = len(one) if "muon" not in name else 5  # its iteration makes rounding large; docs/trust.md has numbers
             assert len(one) == len(many) and len(one) >= 3
             assert many[:exact] == pytest.approx(one[:exact], rel=1e-5 if key != "grad_norm" else 1e-4)
-        curves = [[r["loss"] for r in logs.read(folder / name, "lengths.jsonl")] for folder in (alone, tmp_path)]
+        curves = [[r["loss"] for file in ("lengths.jsonl", "accuracy.jsonl") for r in logs.read(folder / name, file)]
+                  for folder in (alone, tmp_path)]
         assert curves[1] == pytest.approx(curves[0], rel=1e-5 if "muon" not in name else 0.05)
 
 
