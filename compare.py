@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import Field
 
@@ -25,7 +26,7 @@ MARKERS = "osD^vP*X"
 def read_run(folder):
     """-> {"folder", "name", "config", "summary", "log"} of a run's folder, and its curves by the names of PANELS."""
     folder = Path(folder)
-    return {"folder": folder, "name": shortened(folder.resolve().name), "config": read_config(folder),
+    return {"folder": folder, "name": folder.resolve().name, "config": read_config(folder),
             "summary": logs.read_summary(folder), "log": logs.read(folder, "log.jsonl"),
             **{name: latest(logs.read(folder, f"{name}.jsonl"), panel.axis) for name, panel in PANELS.items()}}
 
@@ -53,14 +54,16 @@ def latest(records, axis):
     return named
 
 
+def identity(config, free=("seed",)):
+    """What two runs of one group have in common: all but the keys that may differ, and where and how they were run."""
+    values = {k: v for k, v in config.model_dump().items() if k not in (*NEUTRAL, *free)}
+    if config.init_from:  # each seed from its own origin
+        values |= {"init_from": Path(config.init_from).name.removesuffix(f"-{config.seed}"), "tokenizer": None}
+    return tuple(values.items())
+
+
 def groups(runs):
     """Runs that differ only in their seed, in order of appearance -> [(name, [run, ...])]; of several, without the seed."""
-    def identity(config):
-        values = {k: v for k, v in config.model_dump().items() if k not in (*NEUTRAL, "seed")}
-        if config.init_from:  # each seed from its own origin
-            values |= {"init_from": Path(config.init_from).name.removesuffix(f"-{config.seed}"), "tokenizer": None}
-        return tuple(values.items())
-
     found = defaultdict(list)
     for run in runs:
         found[identity(run["config"])].append(run)
@@ -73,8 +76,8 @@ def groups(runs):
 
 
 def counted(name, members):
-    """A group's name, and of how many runs it is."""
-    return name if len(members) == 1 else f"{name} ({len(members)} runs)"
+    """A group's name as tables and legends have room for it, and of how many runs it is."""
+    return shortened(name) if len(members) == 1 else f"{shortened(name)} ({len(members)} runs)"
 
 
 def deviation(values):
@@ -136,7 +139,7 @@ def table(folders):
         head = [members[0]["config"].position, spread([summaries[0].get("parameters")], 0),
                 spread([s.get("final_val_loss") for s in summaries]), spread([s.get("best_val_loss") for s in summaries]),
                 spread([s.get("best_val_bpb") for s in summaries]), spread([statistics.median(s) for s in speeds if s], 0)]
-        for number, key in enumerate(sorted(keys(members))):
+        for number, key in enumerate(keys(members)):
             curves = [run["lengths"].get(key, {}) for run in members]
             cells = [spread([run[panel][key][x][PANELS[panel].value] for run in members if x in run[panel].get(key, ())], 3)
                      for panel, x in columns]
@@ -174,81 +177,108 @@ PANELS = {
 }
 
 
-def points(curves, value="loss"):
-    """Curves {x: record} of several seeds -> the x that all have, means of the value, and their spread.
-
-    Over several seeds the spread is their standard deviation, for one run the standard error over windows.
-    """
-    xs = sorted(set.intersection(*(set(curve) for curve in curves)))
-    values = [[curve[x][value] for curve in curves] for x in xs]
-    spreads = [deviation(each) if len(each) > 1 else curves[0][x]["stderr"] for each, x in zip(values, xs)]
-    return xs, [statistics.fmean(each) for each in values], spreads
+def as_trained(config):
+    """-> the name among a run's curves of the one in which positions are read as they were in training."""
+    said = config.reading()
+    return "" if said["scaling"] == "none" else logs.curve_name(said | {"finetuned": False})
 
 
 def keys(members):
-    """-> the names of all curves of some runs, in order of appearance."""
-    return list(dict.fromkeys(key for run in members for panel in PANELS for key in run[panel])) or [""]
+    """-> the names of all curves of some runs that differ only in their seed, that of the run as it was trained first."""
+    first = as_trained(members[0]["config"])
+    found = {key for run in members for panel in PANELS for key in run[panel]} or {first}
+    return sorted(found, key=lambda key: (key.removesuffix("-finetuned") != first, key))
+
+
+class Curve(NamedTuple):
+    """A group of runs, read in one way."""
+
+    label: str
+    runs: list
+    key: str  # the name of the curve in each run
+    style: dict
+
+    @property
+    def trained(self):
+        """Whether positions are read as they were in training."""
+        return self.key.removesuffix("-finetuned") == as_trained(self.runs[0]["config"])
+
+    def measured(self, panel):
+        """-> [(run, {x: record})] of the runs in which it was measured."""
+        return [(run, run[panel][self.key]) for run in self.runs if run[panel].get(self.key)]
 
 
 def styled(runs):
-    """-> [(label, members, name of a curve, style)] of every group of runs and every curve."""
+    """-> [Curve] of every group of runs and every way in which they were read."""
     found = []
     for i, (name, members) in enumerate(groups(runs)):
         for j, key in enumerate(keys(members)):
             colour = i if len(runs) > 1 else len(found)
-            found.append((f"{name} {key}".strip(), members, key, {
+            found.append(Curve(f"{name} {key}".strip(), members, key, {
                 "color": COLOURS[colour % len(COLOURS)], "marker": MARKERS[len(found) % len(MARKERS)],
                 "linestyle": DASHES[(j + i // len(COLOURS)) % len(DASHES)]}))
     return found
 
 
+def points(curve, name):
+    """A Curve in a panel -> the x that all its runs have, means of the value, and their spread; empty where there are none.
+
+    Over several seeds the spread is their standard deviation, for one run the standard error over windows.
+    """
+    panel, found = PANELS[name], [records for _, records in curve.measured(name)]
+    xs = sorted(set.intersection(*map(set, found))) if found else []
+    values = [[each[x][panel.value] for each in found] for x in xs]
+    spreads = [deviation(each) if len(each) > 1 else found[0][x]["stderr"] for each, x in zip(values, xs)]
+    return [x + panel.shift for x in xs], [statistics.fmean(each) for each in values], spreads
+
+
 def draw_steps(axes, curves):
     """Training and validation loss over steps."""
-    drawn = set()
-    for _, members, _, style in curves:
-        for run in members:
-            if run["folder"] in drawn:  # for another of its curves
-                continue
-            drawn.add(run["folder"])
+    for curve in (curve for curve in curves if curve.trained):
+        for run in curve.runs:
             train, val = ([r for r in run["log"] if key in r] for key in ("train_loss", "val_loss"))
-            axes.plot([r["step"] for r in train], [r["train_loss"] for r in train], color=style["color"], alpha=0.25,
+            axes.plot([r["step"] for r in train], [r["train_loss"] for r in train], color=curve.style["color"], alpha=0.25,
                       linewidth=0.8)
-            axes.plot([r["step"] for r in val], [r["val_loss"] for r in val], **style, markersize=4)
+            axes.plot([r["step"] for r in val], [r["val_loss"] for r in val], **curve.style, markersize=4)
     axes.set(xlabel="step", ylabel=LOSS, title="training (faint) and validation loss")
     axes.grid(alpha=0.25)
 
 
 def draw_panel(axes, name, curves):
     """One kind of curve, with its spread, where training ended, and chance where there is one."""
-    panel, trained, chance = PANELS[name], set(), {}
-    for _, members, key, style in curves:
-        measured = [run[name][key] for run in members if key in run[name]]
-        if not measured:
+    panel = PANELS[name]
+    for curve in curves:
+        xs, means, spreads = points(curve, name)
+        if not xs:
             continue
-        xs, means, spreads = points(measured, panel.value)
-        xs = [x + panel.shift for x in xs]
+        several = len(curve.measured(name)) > 1
         if name == "positions":
-            axes.plot(xs, means, **style, markersize=3, linewidth=1)
+            axes.plot(xs, means, **curve.style, markersize=3, linewidth=1)
         else:
-            axes.errorbar(xs, means, spreads if len(measured) == 1 else None, **style, markersize=5, capsize=2)
-        if name == "positions" or len(measured) > 1:
+            axes.errorbar(xs, means, None if several else spreads, **curve.style, markersize=5, capsize=2)
+        if name == "positions" or several:
             axes.fill_between(xs, *([m + sign * s for m, s in zip(means, spreads)] for sign in (-1, 1)),
-                              color=style["color"], alpha=0.12, linewidth=0)
-        for run, curve in zip(members, measured):
-            trained |= {panel.trained(run, record) for record in curve.values()}
-            chance |= {x: record["chance"] for x, record in curve.items() if "chance" in record}
+                              color=curve.style["color"], alpha=0.12, linewidth=0)
+    trained, chance = marks(curves, name)
     if chance:
-        axes.plot(*zip(*sorted(chance.items())), color="grey", linestyle="--", linewidth=1)
-        axes.annotate("chance", max(chance.items()), xytext=(-3, 3), textcoords="offset points", ha="right", fontsize=8,
-                      color="grey")
+        axes.plot(*zip(*chance), color="grey", linestyle="--", linewidth=1)
+        axes.annotate("chance", chance[-1], xytext=(-3, 3), textcoords="offset points", ha="right", fontsize=8, color="grey")
     axes.set(xlabel=panel.x, ylabel=panel.y, title=panel.title)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    for length in sorted(trained):
+    for length in trained:
         axes.axvline(length, color="grey", linestyle=":", linewidth=1)
         axes.annotate(f"trained at {length}", (length, 1), xycoords=("data", "axes fraction"), xytext=(3, -3),
                       textcoords="offset points", rotation=90, va="top", fontsize=8, color="grey")
     axes.grid(alpha=0.25)
+
+
+def marks(curves, name):
+    """-> (where training ended on the x-axis of a panel, each once; [(x, chance)], empty where there is none)."""
+    records = [(run, record) for curve in curves for run, found in curve.measured(name) for record in found.values()]
+    axis, trained = PANELS[name].axis, PANELS[name].trained
+    return (sorted({trained(run, record) for run, record in records}),
+            sorted({(record[axis], record["chance"]) for _, record in records if "chance" in record}))
 
 
 def shown(runs):
@@ -274,7 +304,7 @@ def figure(folders):
     for axes, name in zip(places, panels):
         draw_panel(axes, name, curves)
     legend.axis("off")
-    legend.legend(handles=[Line2D([], [], **style, label=counted(label, members)) for label, members, _, style in curves],
+    legend.legend(handles=[Line2D([], [], **curve.style, label=counted(curve.label, curve.runs)) for curve in curves],
                   loc="upper left", frameon=False)
     return made
 

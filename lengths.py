@@ -61,9 +61,7 @@ def answered(model, x, y, processes=ALONE):
     where each of them is the likeliest, else 0. Each is predicted after the right ones before it: whether all are right is
     what greedy decoding would show."""
     def score(part, pos):
-        losses, likeliest = model.answers(*on_device(model, x[part], y[part]), pos)
-        scored, right = y[part] >= 0, likeliest.cpu().numpy() == y[part]
-        return np.stack((losses.double().cpu().numpy().sum(1) / scored.sum(1), (right | ~scored).all(1)), 1)
+        return np.stack([found.cpu().numpy() for found in model.answers(*on_device(model, x[part], y[part]), pos)], 1)
 
     return in_parts(model, len(x), x.shape[1], 2, score, processes)
 

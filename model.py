@@ -266,10 +266,15 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def answers(self, ids, targets, pos=None):
-        """ids, targets (B, T) -> cross-entropy in nats, 0 where a target is -1, and the likeliest next tokens, each (B, T)."""
-        x = self.in_chunks(ids, pos)
-        likeliest = [precise(self.head(part)).argmax(-1) for part in x.split(self.CHUNK, 1)]
-        return self.cross_entropy(x, targets, ids.size(1)), torch.cat(likeliest, 1)
+        """ids, targets (B, T) -> mean cross-entropy in nats of each row's targets, and whether each of them is the likeliest
+        token, both (B,). Targets of -1 do not count."""
+        scored = targets >= 0
+        logits = precise(self.head(self.in_chunks(ids, pos)[scored]))  # (scored targets, V): few of all
+        losses = targets.new_zeros(targets.shape, dtype=logits.dtype)
+        losses[scored] = F.cross_entropy(logits, targets[scored], reduction="none")
+        wrong = torch.zeros_like(scored)
+        wrong[scored] = logits.argmax(-1) != targets[scored]
+        return losses.sum(1) / scored.sum(1), ~wrong.any(1)
 
     def in_chunks(self, ids, pos=None):
         """What `hidden` gives, of long windows a chunk of queries at a time."""

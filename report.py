@@ -8,12 +8,16 @@ import hashlib
 import io
 import json
 import math
+import re
 import secrets
 import shlex
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import compare
 import files
@@ -37,50 +41,64 @@ def interval(differences):
 
 def verdict(differences):
     """Differences between pairs of runs -> them in words; nothing is called higher or lower within the noise."""
-    mean, half = interval(differences)
-    if math.isnan(half):
+    n, (mean, half) = len(differences), interval(differences)
+    if n < 2:
         return f"{mean:+.3f}, one pair"
-    if abs(mean) <= half:
+    if half < 1e-9:  # of counts, often; a standard deviation of nothing says nothing
+        return f"{mean:+.3f}, the same in {n} pairs"
+    if not abs(mean) > half:
         return f"{mean:+.3f} ± {half:.3f}, within the noise"
     return f"{mean:+.3f} ± {half:.3f}, {'higher' if mean > 0 else 'lower'}"
 
 
-class Column:
-    """A number of each run and curve: its heading, and how it is read from a run."""
+class Column(NamedTuple):
+    """A number of each run."""
 
-    def __init__(self, heading, read, digits=3):
-        self.heading, self.read, self.digits = heading, read, digits
+    heading: str
+    read: Callable  # (run, name of a curve) -> (number, what it is over) or None: numbers over other things are not compared
 
-    def values(self, members, key):
-        """-> {seed: number} of the runs that have one."""
-        found = {run["config"].seed: self.read(run, key) for run in members}
-        return {seed: value for seed, value in found.items() if isinstance(value, int | float)}
+    def values(self, curve):
+        """-> {seed: (number, what it is over)} of the runs that have one."""
+        found = {run["config"].seed: self.read(run, curve.key) for run in curve.runs}
+        return {seed: value for seed, value in found.items() if value}
 
 
 def of_summary(name):
-    return lambda run, key: run["summary"].get(name) if key == compare.keys([run])[0] else None  # it is of the run as trained
+    """A number of a whole run, which has one as it was trained."""
+    def read(run, key):
+        value, config = run["summary"].get(name), run["config"]
+        if isinstance(value, int | float) and key == compare.keys([run])[0]:
+            return value, (config.block_size, run["summary"].get("data_sha256"))
+    return read
 
 
 def of_curve(panel, x):
-    return lambda run, key: run[panel].get(key, {}).get(x, {}).get(PANELS[panel].value)
+    """The value of a curve at x."""
+    def read(run, key):
+        if record := run[panel].get(key, {}).get(x):
+            return record[PANELS[panel].value], (record.get("data"), run["config"].unit, record.get("windows"))
+    return read
 
 
-def columns(runs):
-    """-> the columns that these runs have numbers for."""
+def columns(curves):
+    """-> the columns that these curves have numbers for."""
     found = [Column("validation loss", of_summary("best_val_loss")), Column("bits/byte", of_summary("best_val_bpb")),
              Column("validation accuracy", of_summary("best_val_accuracy"))]
     for name, panel in PANELS.items():
         if panel.column:
-            xs = sorted({x for run in runs for curve in run[name].values() for x in curve})
+            xs = sorted({x for curve in curves for _, records in curve.measured(name) for x in records})
             found += [Column(f"{panel.column} {x}", of_curve(name, x)) for x in xs]
-    return [column for column in found if any(column.values([run], key) for run in runs for key in compare.keys([run]))]
+    return [column for column in found if any(map(column.values, curves))]
 
 
 def parts(runs):
     """-> [(what is added to titles and names, runs)] for each data set: nothing is compared across them."""
     datasets = list(dict.fromkeys(run["config"].dataset for run in runs))
-    return [(f", {Path(dataset).name.removeprefix('task:')}" if len(datasets) > 1 else "",
-             [run for run in runs if run["config"].dataset == dataset]) for dataset in datasets]
+    names = [Path(dataset).name.removeprefix("task:") for dataset in datasets]
+    if len(set(names)) < len(names):
+        names = [re.sub(r"[^\w.]", "_", dataset) for dataset in datasets]
+    return [(f", {name}" if len(datasets) > 1 else "", [run for run in runs if run["config"].dataset == dataset])
+            for dataset, name in zip(datasets, names)]
 
 
 RATES = ("learning_rate", "muon_learning_rate", "min_lr")
@@ -90,50 +108,57 @@ def at_their_best(curves):
     """-> of curves that differ only in learning rates, the one of the lowest mean validation loss; none if no two do."""
     found = {}
     for curve in curves:
-        _, members, key, _ = curve
-        losses = [run["summary"].get("best_val_loss", math.inf) for run in members]
-        values = {k: v for k, v in members[0]["config"].essence().items() if k not in (*RATES, "seed")}
-        found.setdefault(repr((key, values)), []).append((statistics.fmean(losses), curve))
-    if len(found) == len(curves):
+        if curve.trained and not curve.runs[0]["config"].init_from:
+            found.setdefault(compare.identity(curve.runs[0]["config"], ("seed", *RATES)), []).append(curve)
+    # Where seeds are missing, a rate would be chosen by those that were kinder to it.
+    comparable = [candidates for candidates in found.values()
+                  if len({frozenset(run["config"].seed for run in curve.runs) for curve in candidates}) == 1]
+    if not any(len(candidates) > 1 for candidates in comparable):
         return []
-    return [min(candidates, key=lambda candidate: candidate[0])[1] for candidates in found.values()]
+    return [min(candidates, key=lambda curve: statistics.fmean(run["summary"].get("best_val_loss", math.inf)
+                                                               for run in curve.runs)) for candidates in comparable]
 
 
 def tables(runs):
-    """-> [{"title", "note", "columns", "rows"}]: means of each curve, and differences to the first. Cells are text."""
+    """-> [{"title", "note", "columns", "rows"}]: means of each curve, and differences to the first. Cells are text. Runs that
+    are not finished do not count."""
     found = []
-    for suffix, members in parts(runs):
+    for suffix, members in parts([run for run in runs if run["summary"]]):
         curves = compare.styled(members)
-        found += compared(curves, columns(members), suffix)
+        found += compared(curves, suffix)
         if best := at_their_best(curves):
-            found += compared(best, columns(members), f"{suffix}, each at its best learning rate")
+            found += compared(best, f"{suffix}, each at its best learning rate", " Rates are chosen by this validation loss.")
     return found
 
 
-def compared(curves, chosen, suffix):
+def cell(values, runs):
+    """Numbers -> their mean and standard deviation as text, and of how many runs, if not of all."""
+    return compare.spread(values, 3) + (f" ({len(values)})" if 0 < len(values) < runs else "")
+
+
+def compared(curves, suffix, remark=""):
     """-> the tables of some curves."""
+    chosen, (base, *others) = columns(curves), curves
     rows = []
-    for label, members, key, _ in curves:
-        values = [column.values(members, key) for column in chosen]
-        rows.append([label, str(len(members)), str(members[0]["summary"].get("parameters", "-")),
-                     *(compare.spread(list(each.values()), column.digits) for each, column in zip(values, chosen))])
-    found = [{"title": f"Results{suffix}", "note": "Mean ± standard deviation over seeds.",
+    for curve in curves:
+        cells = [cell([value for value, _ in column.values(curve).values()], len(curve.runs)) for column in chosen]
+        rows.append([curve.label, str(len(curve.runs)), str(curve.runs[0]["summary"].get("parameters", "-")), *cells])
+    found = [{"title": f"Results{suffix}", "note": f"Mean ± standard deviation over seeds.{remark}",
               "columns": ["curve", "runs", "parameters", *(column.heading for column in chosen)], "rows": rows}]
-    base, base_members, base_key, _ = curves[0]
     rows = []
-    for label, members, key, _ in curves[1:]:
+    for curve in others:
         cells = []
         for column in chosen:
-            ours, theirs = column.values(members, key), column.values(base_members, base_key)
-            pairs = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+            ours, theirs = column.values(curve), column.values(base)
+            pairs = [ours[seed][0] - theirs[seed][0] for seed in ours if seed in theirs and ours[seed][1] == theirs[seed][1]]
             cells.append(verdict(pairs) if pairs else "-")
-        rows.append([label, *cells])
+        rows.append([curve.label, *cells])
     if rows:
         count = sum("±" in cell for row in rows for cell in row)
-        note = "Paired by seed, with the 95 % confidence interval (Student's t) of the mean."
+        note = f"Paired by seed, with the 95 % confidence interval (Student's t) of the mean.{remark}"
         if count:
             note += f" Of {count} intervals, about {count / 20:.1f} would leave zero out by chance alone."
-        found.append({"title": f"Difference to {base}{suffix}", "note": note,
+        found.append({"title": f"Difference to {base.label}{suffix}", "note": note,
                       "columns": ["curve", *(column.heading for column in chosen)], "rows": rows})
     return found
 
@@ -148,30 +173,33 @@ def markdown(tables):
 
 
 def table_csv(runs):
-    """A line for every number of every run, as programs read it."""
+    """A line for every number of every finished run, as programs read it."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["run", "dataset", "position", "seed", "curve", "what", "value"])
-    for label, members, key, _ in compare.styled(runs):
-        for run in members:
-            config = run["config"]
-            for column in columns([run]):
-                for value in column.values([run], key).values():
-                    writer.writerow([run["name"], config.dataset, config.position, config.seed, label, column.heading, value])
+    for _, members in parts([run for run in runs if run["summary"]]):
+        curves = compare.styled(members)
+        for column in columns(curves):
+            for curve in curves:
+                for run in curve.runs:
+                    if value := column.read(run, curve.key):
+                        config = run["config"]
+                        writer.writerow([run["name"], config.dataset, config.position, config.seed, curve.label,
+                                         column.heading, value[0]])
     return out.getvalue()
 
 
 def plain(curves):
     """The curves of trained models as they were trained, unless they were fine-tuned from others of them."""
-    return [curve for curve in curves if not curve[2] and not curve[1][0]["config"].init_from]
+    return [curve for curve in curves if curve.trained and not curve.runs[0]["config"].init_from]
 
 
 def stretched(curves):
     """The curves of models that were read at other lengths or fine-tuned, zero-shot and after it, beside what they were."""
-    others = [curve for curve in curves if curve[2] or curve[1][0]["config"].init_from]
-    origins = {folder.resolve() for _, members, _, _ in others for run in members
+    others = [curve for curve in curves if curve not in plain(curves)]
+    origins = {folder.resolve() for curve in others for run in curve.runs
                for folder in (run["folder"], Path(run["config"].init_from or run["folder"]))}
-    return [curve for curve in curves if any(run["folder"].resolve() in origins for run in curve[1])] if others else []
+    return [curve for curve in curves if any(run["folder"].resolve() in origins for run in curve.runs)]
 
 
 def pictures(runs):
@@ -200,18 +228,11 @@ def draw(kind, curves, path):
         compare.draw_steps(axes, curves)
     else:
         compare.draw_panel(axes, kind, curves)
-    handles = [Line2D([], [], **style, label=label) for label, _, _, style in curves]
+    handles = [Line2D([], [], **curve.style, label=compare.shortened(curve.label)) for curve in curves]
     made.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.735, 0.93), frameon=False, fontsize=9)
     made.savefig(f"{path}.png", dpi=120)
     with matplotlib.rc_context({"svg.hashsalt": "positions"}):  # the same picture is the same file
         made.savefig(f"{path}.svg", metadata={"Date": None})
-
-
-def steps_of(members):
-    """-> the validation loss over steps of some runs as a curve of the page."""
-    losses = [{r["step"]: {"loss": r["val_loss"], "stderr": r["val_stderr"]} for r in run["log"] if "val_loss" in r}
-              for run in members]
-    return compare.points(losses)
 
 
 def number(value):
@@ -219,93 +240,65 @@ def number(value):
     return round(value, 6) if math.isfinite(value) else None
 
 
-def page_curves(curves, suffix, points):
-    """points(members, name of a curve) -> xs, means, spreads; -> the curves of a panel of the page that have any."""
-    found = []
-    for label, members, key, _ in curves:
-        xs, means, spreads = points(members, key)
+def steps_of(curve):
+    """-> what compare.points gives, of the validation loss over steps."""
+    if not curve.trained:
+        return [], [], []
+    logged = [{r["step"]: {"loss": r["val_loss"], "stderr": r["val_stderr"]} for r in run["log"] if "val_loss" in r}
+              for run in curve.runs]
+    return compare.points(curve._replace(runs=[{"lengths": {curve.key: each}} for each in logged]), "lengths")
+
+
+def panel_of(name, curves, suffix, x, y, title, points):
+    """-> a panel of the page, as report.html reads it. points(curve) -> xs, means, spreads."""
+    trained, chance = compare.marks(curves, name) if name in PANELS else ([], [])
+    drawn = []
+    for curve in curves:
+        xs, means, spreads = points(curve)
         if xs:
-            found.append({"group": group(label, suffix), "label": label, "xs": xs, "mean": list(map(number, means)),
-                          "spread": list(map(number, spreads)), "runs": len(members)})
-    return found
+            drawn.append({"group": group(curve), "label": curve.label, "xs": xs, "mean": list(map(number, means)),
+                          "spread": list(map(number, spreads)), "runs": len(curve.runs)})
+    return {"id": f"{name}{suffix}", "title": title + suffix, "x": x, "y": y, "log": name in PANELS,
+            "trained": trained[0] if trained else None, "chance": chance or None, "curves": drawn}
 
 
-def group(label, suffix):
-    """The button of the page that a curve goes with: where there are several data sets, one for all of them."""
-    return label.replace(f"{suffix[2:]}-", "", 1) if suffix else label
+def group(curve):
+    """The button of the page that a curve goes with: one for all data sets."""
+    return f"{curve.runs[0]['group']} {curve.key}".strip()
 
 
 def page_panels(runs):
-    """-> the panels of the page, as report.html reads them."""
+    """-> the panels of the page."""
     found = []
     for suffix, members in parts(runs):
         curves = compare.styled(members)
-
-        def panel(name, x, y, title, points, curves=curves, suffix=suffix, **more):
-            found.append({"id": f"{name}{suffix}", "title": title + suffix, "x": x, "y": y, "log": name != "steps",
-                          "trained": None, "chance": None, **more, "curves": page_curves(curves, suffix, points)})
-
-        panel("steps", "step", compare.LOSS, "validation loss over steps",
-              lambda some, key: steps_of(some) if key == compare.keys(some)[0] else ([], [], []))
+        found.append(panel_of("steps", curves, suffix, "step", compare.LOSS, "validation loss over steps", steps_of))
         for name in compare.shown(members):
             kind = PANELS[name]
-            records = [(run, record) for run in members for curve in run[name].values() for record in curve.values()]
-            chance = sorted({(record[kind.axis], record["chance"]) for _, record in records if "chance" in record})
-
-            def points(some, key, name=name, kind=kind):
-                measured = [run[name][key] for run in some if run[name].get(key)]
-                xs, means, spreads = compare.points(measured, kind.value) if measured else ([], [], [])
-                return [x + kind.shift for x in xs], means, spreads
-
-            panel(name, kind.x, kind.y, kind.title, points, chance=chance or None,
-                  trained=min((kind.trained(run, record) for run, record in records), default=None))
+            found.append(panel_of(name, curves, suffix, kind.x, kind.y, kind.title, partial(compare.points, name=name)))
     return found
 
 
 def page(name, command, jobs, runs):
     """-> the page as text: the template with all that it shows inside."""
-    groups, label_of = {}, {}
-    for suffix, members in parts(runs):
-        for label, some, _, style in compare.styled(members):
-            groups.setdefault(group(label, suffix), style["color"])
-            label_of |= {str(run["folder"]): group(label, suffix) for run in some if str(run["folder"]) not in label_of}
+    curves = [curve for _, members in parts(runs) for curve in compare.styled(members)]
     summaries = {str(run["folder"]): run["summary"] for run in runs}
-    any_summary = next((s for s in summaries.values() if s), {})
+
+    def said(key):
+        return ", ".join(sorted({str(summary[key]) for summary in summaries.values() if summary.get(key)}))
+
+    trained = {run["config"].block_size for run in runs if not run["config"].init_from}
     data = {
         "name": name, "command": command, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": str(any_summary.get("git_commit") or ""), "trained": runs[0]["config"].block_size,
-        "versions": ", ".join(f"{key} {any_summary[key]}" for key in ("python", "torch", "numpy") if key in any_summary),
-        "panels": page_panels(runs), "tables": tables(runs),
-        "groups": [{"id": name, "label": name, "colour": colour} for name, colour in groups.items()],
-        "runs": [{"name": job.name, "group": label_of.get(str(job.folder), ""), "state": job.state,
-                  "command": shlex.join(job.command), "config": job.config.toml(),
+        "commit": said("git_commit"), "versions": ", ".join(f"{key} {said(key)}" for key in ("python", "torch", "numpy")),
+        "trained": trained.pop() if len(trained) == 1 else None, "panels": page_panels(runs), "tables": tables(runs),
+        "groups": [{"id": id, "label": id, "colour": colour}
+                   for id, colour in {group(curve): curve.style["color"] for curve in reversed(curves)}.items()][::-1],
+        "runs": [{"name": job.name, "group": job.group, "state": job.state, "command": shlex.join(job.command),
+                  "config": job.config.toml(),
                   "summary": [[key, str(value)] for key, value in summaries.get(str(job.folder), {}).items()]} for job in jobs]}
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     return template.replace("/*DATA*/null", json.dumps(data, allow_nan=False).replace("<", "\\u003c"))
-
-
-def track(folder, name, config, tables, pictures):
-    """Send the tables and pictures to wandb, where the study's runs are, as a run of their own; what was sent before is not
-    sent again. A study does not end because wandb fails."""
-    kept = folder / "wandb_id.txt"
-    identity, *sent = kept.read_text(encoding="utf-8").split() if kept.exists() else [secrets.token_hex(4)]
-    digest = hashlib.sha256(json.dumps(tables).encode()).hexdigest()
-    if sent == [digest]:
-        return
-    try:
-        import wandb
-
-        run = wandb.init(project=config.wandb_project, group=name, job_type="study", name=f"{name}-results", id=identity,
-                         resume="allow", dir=folder, mode=config.wandb,
-                         settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=20))
-        logs.set_aside(run)
-        run.log({**{table["title"]: wandb.Table(columns=table["columns"], data=table["rows"]) for table in tables},
-                 **{picture: wandb.Image(str(folder / f"{picture}.png")) for picture in pictures}}, step=0)
-        run.finish()
-    except Exception as error:
-        print(f"wandb: {error or type(error).__name__}; the results are in {folder}", file=sys.stderr)
-        return
-    files.replace(kept, f"{identity} {digest}\n".encode())
 
 
 def publish(name, jobs):
@@ -324,7 +317,8 @@ def publish(name, jobs):
                                              for run in runs for curve in run[panel].values()})
         panels.append(wr.LinePlot(title=kind.title, x=f"{panel}/{kind.axis}", y=[f"{panel}/{n}/{kind.value}" for n in names],
                                   log_x=True))
-    runset = wr.Runset(project=config.wandb_project, name=name, filters=f"Group = '{name}'", groupby=["config.position"])
+    group = config.wandb_group or name
+    runset = wr.Runset(project=config.wandb_project, name=name, filters=f"Group = '{group}'", groupby=["config.position"])
     try:
         made = wr.Report(project=config.wandb_project, title=name, blocks=[
             wr.H1(name), wr.MarkdownBlock(markdown(tables(runs))), wr.PanelGrid(runsets=[runset], panels=panels)])
@@ -334,13 +328,40 @@ def publish(name, jobs):
     return made.url
 
 
+def track(folder, name, config, tables, pictures):
+    """Send the tables and pictures to wandb, where the study's runs are, as a run of their own; what was sent before is not
+    sent again. A study does not end because wandb fails."""
+    kept = folder / "wandb_id.txt"
+    identity, *sent = (kept.read_text(encoding="utf-8").split() if kept.exists() else []) or [secrets.token_hex(4)]
+    digest = hashlib.sha256(json.dumps(tables).encode()).hexdigest()
+    if sent == [digest]:
+        return
+    files.replace(kept, f"{identity}\n".encode())  # first: what fails is sent again under the same id
+    try:
+        import wandb
+
+        run = wandb.init(project=config.wandb_project, group=config.wandb_group or name, job_type="study", id=identity,
+                         name=f"{name}-results", resume="allow", dir=folder, mode=config.wandb,
+                         settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=20))
+        logs.set_aside(run)
+        run.log({**{table["title"]: wandb.Table(columns=table["columns"], data=table["rows"]) for table in tables},
+                 **{picture: wandb.Image(str(folder / f"{picture}.png")) for picture in pictures}}, step=0)
+        run.finish()
+    except Exception as error:
+        print(f"wandb: {error or type(error).__name__}; the results are in {folder}", file=sys.stderr)
+        return
+    files.replace(kept, f"{identity} {digest}\n".encode())
+
+
 def write(folder, name, jobs, command):
-    """Write all of it into the study's folder. jobs: study.Job of each run; those without a log are only listed."""
-    folder = Path(folder)
-    runs = [run for run in compare.read_runs([job.folder for job in jobs if (job.folder / "config.toml").exists()])
+    """Write all of it into the study's folder, if there is anything yet. -> whether there was. jobs: study.Job of each run;
+    those without a log are only listed."""
+    folder, begun = Path(folder), [job for job in jobs if (job.folder / "config.toml").exists()]
+    groups = {job.folder.resolve(): job.group for job in begun}
+    runs = [run | {"group": groups[run["folder"].resolve()]} for run in compare.read_runs([job.folder for job in begun])
             if run["log"]]
     if not runs:
-        return
+        return False
     made, drawn = tables(runs), pictures(runs)
     files.replace(folder / "table.md", markdown(made).encode())
     files.replace(folder / "table.csv", table_csv(runs).encode())
@@ -350,3 +371,4 @@ def write(folder, name, jobs, command):
     config = runs[0]["config"]
     if all(job.state == "finished" for job in jobs) and config.wandb != "disabled":
         track(folder, name, config, made, drawn)
+    return True

@@ -42,9 +42,9 @@ GIVEN = [key for key in NAMES if key not in ("out_dir", "overwrite", "stop_at")]
 TRAINING = [key for key in GIVEN if key in NAMES[NAMES.index("init_from") + 1:]]  # what is not inherited with the weights
 
 Given = create_model("Given", __base__=Options, **fields(GIVEN, optional=True))
-Finetune = create_model(
-    "Finetune", __base__=Options, **fields([key for key in GIVEN if key != "init_from"], optional=True),
-    name=(str, Field(pattern=r"^[\w.=-]{1,60}$", description="up to 60 letters, digits and any of . _ = -")))
+Named = create_model("Named", __base__=Options, name=(str, Field(
+    pattern=r"^[\w=-][\w.=-]{0,59}$", description="up to 60 letters, digits and any of . _ = -, no . as the first")))
+Finetune = create_model("Finetune", __base__=Named, **fields([key for key in GIVEN if key != "init_from"], optional=True))
 
 
 class Flags(Options):
@@ -53,7 +53,7 @@ class Flags(Options):
     out_dir: str | None = Field(None, min_length=1)
     """The folder of the study, in which each run has its own; out/<name of the study file> unless given."""
     processes: Auto | Annotated[int, Field(ge=1, le=1024)] = "auto"
-    """Runs at once; auto = one for each core."""
+    """Runs at once; auto = as many as have a core for each of their threads."""
     publish: bool = False
     """When all is done, save a report into wandb, where you are logged in (needs the package wandb-workspaces)."""
 
@@ -81,6 +81,7 @@ class Job:
     command: list[str]
     kind: str  # train, reading, finetune
     origin: str | None = None  # the name of the run that it needs
+    group: str = ""  # its name without seed and data set
     state: str = "unfinished"  # running, finished, "failed: why"
     options: Lengths | None = None  # of a reading
 
@@ -133,7 +134,10 @@ def run_name(choice, study_name):
 def combinations(cross):
     """{axis: values} -> ([{key: value} of each axis], {key: value} of all) of every combination, the last axis first."""
     axes = [[value if isinstance(value, dict) else {axis: value} for value in values] for axis, values in cross.items()]
+    if empty := [axis for axis, values in cross.items() if not values]:
+        raise UserError(f"{empty[0]} = []", "give one value or more")
     for table in itertools.chain(*axes):
+        build(Named, {"name": table.get("name", "-")})
         build(Given, {key: value for key, value in table.items() if key != "name"})
     for choice in itertools.product(*axes):
         given = [(key, value) for table in choice for key, value in table.items() if key != "name"]
@@ -142,14 +146,15 @@ def combinations(cross):
         yield choice, dict(given)
 
 
-def train_job(study, out, name, choice, keys):
+def train_job(study, out, study_name, choice, keys):
     """-> the job that trains the run of one combination."""
     base = (study.base,) if isinstance(study.base, str) else study.base
-    group = {"wandb_group": study.set.get("wandb_group", name)}
-    name = run_name(choice, name)
+    group = {"wandb_group": study.set.get("wandb_group", study_name)}
+    name = run_name(choice, study_name)
     words = [*base, *flags({**keys, **{k: v for k, v in (study.set | group).items() if k not in keys}, "out_dir": out / name})]
     with naming(f"run {name}"):
-        return Job(name, out / name, load(words), ["python", "train.py", *words], "train")
+        return Job(name, out / name, load(words), ["python", "train.py", *words], "train",
+                   group=run_name([table for table in choice if not {"seed", "dataset"} & table.keys()], study_name))
 
 
 def finetune_job(run, table):
@@ -164,12 +169,15 @@ def finetune_job(run, table):
     values |= {k: v for k, v in given.items() if k in TRAINING and k not in values} | {"out_dir": run.folder.with_name(name)}
     words = flags(values)
     config = build(Config, inherited(run.folder, parse(words, Config)[1], run.config))
-    return Job(name, run.folder.with_name(name), config, ["python", "train.py", *words], "finetune", run.name)
+    return Job(name, run.folder.with_name(name), config, ["python", "train.py", *words], "finetune", run.name,
+               group=f"{run.group}+{table['name']}")
 
 
 def reading_job(run, table):
     """-> the job that measures a run read otherwise. UserError if that is not valid for the run."""
     options = build(Lengths, parse(flags(table), Lengths)[1])
+    if "checkpoint" in table:
+        raise UserError(f"checkpoint = {table['checkpoint']}", "a study reads the best weights; for others use lengths.py")
     config = build(Config, with_changes(run.config, options.changes()))
     name = f"{run.name} ({', '.join(f'{key} = {text(value)}' for key, value in table.items()) or 'as trained'})"
     return Job(name, run.folder, config, ["python", "lengths.py", str(run.folder), *flags(table)], "reading", run.name,
@@ -387,8 +395,8 @@ def conclude(out, name, jobs, command):
     """Write the report of a study into its folder."""
     import report
 
-    report.write(out, name, [job for job in jobs if job.kind != "reading"], command)
-    print(f"{out}/report.html, table.md, table.csv and pictures")
+    if report.write(out, name, [job for job in jobs if job.kind != "reading"], command):
+        print(f"{out}/report.html, table.md, table.csv and pictures")
 
 
 def do(jobs, processes):
@@ -403,8 +411,10 @@ def do(jobs, processes):
     return stop.code
 
 
-def cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def at_once(jobs):
+    """-> how many processes the cores hold: one where runs take all threads for themselves."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // max(job.config.threads or cores for job in jobs))
 
 
 @helped(Flags, "python study.py STUDY.toml [--key value ...]        (for what a study file says, see studies/)")
@@ -420,7 +430,7 @@ def main(argv):
         jobs = plan(study, out, name)
     out.mkdir(parents=True, exist_ok=True)
     with files.hold(out):
-        code = do(jobs, cores() if study.processes == "auto" else study.processes)
+        code = do(jobs, at_once(jobs) if study.processes == "auto" else study.processes)
         conclude(out, name, jobs, shlex.join(["python", "study.py", *argv]))
     if code:
         print(f"{out}: stopped; what was begun is saved, and the same command goes on from here")

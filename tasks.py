@@ -30,6 +30,11 @@ class Task:
 
     def problem(self, generator, length):
         """A numpy generator, symbols in the question -> (question, answer), texts."""
+        question = self.draw(generator, self.symbols, length)
+        return question, self.answer(question)
+
+    def answer(self, question):
+        """-> the answer, where it is one of a question drawn from all symbols."""
         raise NotImplementedError
 
     def chance(self, length):
@@ -53,9 +58,8 @@ class Copy(Task):
 
     symbols = string.ascii_lowercase
 
-    def problem(self, generator, length):
-        question = self.draw(generator, self.symbols, length)
-        return question, question
+    def answer(self, question):
+        return question
 
     def chance(self, length):
         return len(self.symbols) ** -float(length)
@@ -64,17 +68,17 @@ class Copy(Task):
 class Reverse(Copy):
     """>dog=god;"""
 
-    def problem(self, generator, length):
-        question = self.draw(generator, self.symbols, length)
-        return question, question[::-1]
+    def answer(self, question):
+        return question[::-1]
 
 
-class Sort(Copy):
+class Sort(Task):
     """>hello=ehllo;"""
 
-    def problem(self, generator, length):
-        question = self.draw(generator, self.symbols, length)
-        return question, "".join(sorted(question))
+    symbols = string.ascii_lowercase
+
+    def answer(self, question):
+        return "".join(sorted(question))
 
     def chance(self, length):
         # The likeliest answer has each letter as often as any other, or once more.
@@ -88,9 +92,8 @@ class Parity(Task):
 
     symbols = "01"
 
-    def problem(self, generator, length):
-        question = self.draw(generator, self.symbols, length)
-        return question, str(question.count("1") % 2)
+    def answer(self, question):
+        return str(question.count("1") % 2)
 
     def chance(self, length):
         return 0.5

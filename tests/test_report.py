@@ -43,7 +43,7 @@ def make(tmp_path):
             logs.append(folder, "positions.jsonl", [record("position", p, loss) for p in (0, 1, 2)])
         (folder / "summary.json").write_text(json.dumps({"parameters": 123, "best_val_loss": loss, "max_iters": 10}),
                                              encoding="utf-8")
-        return SimpleNamespace(name=folder.name, folder=folder, config=made, state="finished",
+        return SimpleNamespace(name=folder.name, folder=folder, config=made, state="finished", group=name.split("-")[-1],
                                command=["python", "train.py", "--prompt", "a b"])
     return write
 
@@ -72,7 +72,8 @@ def test_quantiles_are_students():
 @pytest.mark.parametrize(("differences", "words"), [
     ([0.10, 0.12, 0.11], "+0.110 ± 0.025, higher"), ([-0.10, -0.12, -0.11], "-0.110 ± 0.025, lower"),
     ([0.1, -0.1, 0.3], "+0.100 ± 0.497, within the noise"), ([0.5], "+0.500, one pair"),
-    ([0.0, 0.0, 0.0], "+0.000 ± 0.000, within the noise")])
+    ([0.0, 0.0, 0.0], "+0.000, the same in 3 pairs"), ([0.005, 0.005], "+0.005, the same in 2 pairs"),
+    ([math.inf, 1.0], "+inf ± nan, within the noise")])
 def test_nothing_is_called_better_within_the_noise(differences, words):
     assert report.verdict(differences) == words
 
@@ -99,7 +100,49 @@ def test_runs_are_paired_by_seed_not_by_order(make):
     made = report.tables(read(jobs))
     assert table(made, "Results")["rope"]["validation loss"] == "3.000±1.000" and table(made, "Results")["alibi"]["runs"] == "4"
     cell = table(made, "Difference to rope")["alibi"]["at 32"]
-    assert cell.startswith("+0.100 ± 0.000") and cell.endswith("higher")
+    assert cell.startswith("+0.100")
+
+
+def test_the_curve_as_trained_is_that_one_in_whatever_order_they_were_measured(make):
+    jobs = [make("rope", 1, 2.0, yarn=1.5), make("rope", 2, 2.2, yarn=1.6)]
+    for folder in (jobs[0].folder,):  # the plain curve once more, after the other
+        again = [r for r in logs.read(folder, "lengths.jsonl") if r["scaling"] == "none"]
+        logs.put(folder, "lengths.jsonl", again, lambda record: record["scaling"] == "none")
+    scaled = make("scaled", 1, 3.0, rope_scaling="linear", rope_factor=2.0)
+    found = table(report.tables(read([*jobs, scaled])), "Results")
+    assert found["rope"]["validation loss"] == "2.100±0.141" and found["rope yarn-auto"]["validation loss"] == "-"
+    assert found["rope yarn-auto"]["at 32"] == "1.550±0.071"
+    curves = compare.styled(read([*jobs, scaled]))
+    assert [(c.label, c.trained) for c in curves] == [("rope", True), ("rope yarn-auto", False), ("scaled-1", False)]
+
+
+def test_runs_that_are_not_finished_do_not_count(make):
+    jobs = [make("rope", 1, 2.0), make("rope", 2, 2.1), make("rope", 3, 9.0)]
+    (jobs[2].folder / "summary.json").unlink()
+    assert table(report.tables(read(jobs)), "Results")["rope"] | {"at 16": "2.210±0.071", "runs": "2"} == \
+        table(report.tables(read(jobs)), "Results")["rope"]
+
+
+def test_a_number_of_some_runs_says_of_how_many(make):
+    jobs = [make("rope", 1, 2.0, yarn=1.5), make("rope", 2, 2.2)]
+    assert table(report.tables(read(jobs)), "Results")["rope yarn-auto"]["at 64"] == "1.500 (1)"
+
+
+@pytest.mark.parametrize("key, value", [("block_size", 64), ("tokenizer", "char")])
+def test_numbers_over_other_things_are_not_subtracted(make, key, value):
+    jobs = [make("rope", 1, 2.0), make("other", 1, 2.5, **{key: value})]
+    summary = json.loads((jobs[1].folder / "summary.json").read_text(encoding="utf-8"))
+    if key == "tokenizer":  # other tokens are other data
+        (jobs[1].folder / "summary.json").write_text(json.dumps(summary | {"data_sha256": "x"}), encoding="utf-8")
+        logs.put(jobs[1].folder, "lengths.jsonl", [r | {"data": "x"} for r in logs.read(jobs[1].folder, "lengths.jsonl")],
+                 lambda record: True)
+    row = table(report.tables(read(jobs)), "Difference to rope-1")["other-1"]
+    assert row["validation loss"] == row["at 32"] == "-"
+
+
+def test_data_sets_of_one_name_are_apart(make, tmp_path):
+    jobs = [make("A", 1, 2.0, dataset="a/text.txt"), make("B", 1, 3.0, dataset="b/text.txt")]
+    assert [t["title"] for t in report.tables(read(jobs))] == ["Results, a_text.txt", "Results, b_text.txt"]
 
 
 def test_curves_that_end_have_no_number_and_no_difference(make):
@@ -130,7 +173,7 @@ def test_data_sets_are_not_compared_with_each_other(make, tmp_path):
     report.write(tmp_path, "tasks", jobs, "python study.py x.toml")
     assert {p.stem for p in tmp_path.glob("*.svg")} == {"accuracy-copy", "accuracy-sort", "steps-copy", "steps-sort"}
     page = shown(tmp_path)
-    assert [g["id"] for g in page["groups"]] == ["rope-1"]
+    assert [g["id"] for g in page["groups"]] == ["rope"]
     accuracy = [p for p in page["panels"] if p["id"].startswith("accuracy")]
     assert [p["chance"] for p in accuracy] == [[[4, 0.25], [8, 0.125], [16, 0.0625]]] * 2
     assert [p["trained"] for p in accuracy] == [8, 8] and [p["curves"][0]["mean"][1] for p in accuracy] == [0.25, 0.375]
@@ -144,9 +187,9 @@ def shown(folder):
 
 def test_files_hold_the_numbers_of_the_run_folders(make, tmp_path):
     jobs = [make("rope", seed, 2.0 + seed / 10, yarn=1.5 + seed / 10) for seed in (1, 2, 3)]
-    jobs += [make("alibi", seed, 3.0 + seed / 10, position="alibi") for seed in (1, 2, 3)]
+    jobs += [make("alibi", seed, 3.0 + seed / 9, position="alibi") for seed in (1, 2, 3)]
     jobs.append(SimpleNamespace(name="t5-1", folder=tmp_path / "t5-1", config=jobs[0].config, state="failed: <script>",
-                                command=["x"]))
+                                command=["x"], group="t5"))
     report.write(tmp_path, "positions", jobs, "python study.py x.toml")
     with open(tmp_path / "table.csv", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
@@ -154,7 +197,7 @@ def test_files_hold_the_numbers_of_the_run_folders(make, tmp_path):
     assert losses == {"1": 1.6, "2": 1.7, "3": 1.8}
     text = (tmp_path / "table.md").read_text(encoding="utf-8")
     assert "| rope | 3 | 123 | 2.200±0.100 | 2.360±0.100 |" in text, text
-    assert "Of 7 intervals, about 0.3 would" in text
+    assert "Of 4 intervals, about 0.2 would" in text
     assert {p.stem for p in tmp_path.glob("*.png")} == {"steps", "lengths", "positions", "lengths-scalings"}
     page = shown(tmp_path)
     panel = next(p for p in page["panels"] if p["id"] == "lengths")

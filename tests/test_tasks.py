@@ -137,8 +137,8 @@ def test_micro_batches_count_by_the_tokens_that_are_scored(tmp_path):
 @pytest.fixture(scope="module")
 def solver(tmp_path_factory):
     """The folder of a run that has learned a task in part: some answers are right, and some are not."""
-    folder = tmp_path_factory.mktemp("tasks") / "parity-1"
-    config = made("passkey", out_dir=str(folder), block_size=16, max_iters=150, batch_size=16, learning_rate=0.01)
+    folder = tmp_path_factory.mktemp("tasks") / "passkey-1"
+    config = made("passkey", out_dir=str(folder), block_size=16, max_iters=300, batch_size=16)
     assert train.train(config) == 0
     return folder
 
@@ -152,7 +152,7 @@ def test_exact_match_is_what_greedy_decoding_gives(solver):
         prompt, answer = torch.from_numpy(row[None, :begin + 1].copy()), targets[targets >= 0].tolist()
         found.append([int(t) for t in sample.stream(restored.model, prompt, len(answer), temperature=0)] == answer)
     scored = lengths.answered(restored.model, x, y)
-    assert scored[:, 1].tolist() == found and (0 < sum(found) < 64 or scored[:, 0].std() > 0)
+    assert scored[:, 1].tolist() == found and 0 < sum(found) < 64
 
 
 def test_losses_are_means_over_the_answer(solver):
