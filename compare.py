@@ -2,6 +2,7 @@
 
     python compare.py out/learned-1337 out/sinusoidal-1337 out/rope-1337
 """
+import io
 import math
 import re
 import statistics
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 from pydantic import Field
 
+import files
 import logs
 from config import NEUTRAL, read_config
 from options import Options, UserError, build, command, helped, parse
@@ -71,7 +73,8 @@ def groups(runs):
     for members in found.values():
         name, seed = members[0]["name"], members[0]["config"].seed
         # The seed ends a name, or the part of it that says where a fine-tuned run began.
-        named.append((name if len(members) == 1 else re.sub(rf"-{seed}(?=\+|$)", "", name), members))
+        label = name if len(members) == 1 else re.sub(rf"(^|-){seed}(?=\+|$)", "", name)
+        named.append((label or members[0]["config"].position, members))
     return named
 
 
@@ -282,8 +285,9 @@ def marks(curves, name):
 
 
 def shown(runs):
-    """-> the names of the panels that these runs have curves for; of text, if there are none yet."""
-    return [name for name in PANELS if any(run[name] for run in runs)] or ["lengths", "positions"]
+    """-> the names of the panels that these runs have curves for, or will have."""
+    found = [name for name in PANELS if any(run[name] for run in runs)]
+    return found or (["accuracy"] if runs[0]["config"].dataset.startswith("task:") else ["lengths", "positions"])
 
 
 def figure(folders):
@@ -309,10 +313,21 @@ def figure(folders):
     return made
 
 
+def save(figure, path, **options):
+    """Write a matplotlib Figure, whole or not at all; the ending of the path says in which format."""
+    import matplotlib
+
+    picture = io.BytesIO()
+    # The same picture is the same file, and a dollar in a name is no formula.
+    with matplotlib.rc_context({"svg.hashsalt": "positions", "text.parse_math": False}):
+        figure.savefig(picture, format=Path(path).suffix[1:], **options)
+    files.replace(path, picture.getvalue())
+
+
 def draw(folders, path):
     """Write the picture of these runs; the ending of the path says in which format."""
     try:
-        figure(folders).savefig(path, dpi=100)
+        save(figure(folders), path, dpi=100)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be written", str(error)) from None
 

@@ -36,10 +36,14 @@ def flush(folder):
             os.close(handle)
 
 
+class Held(UserError):
+    """Another process holds a folder."""
+
+
 def hold(folder):
     """-> an open file; until it is closed, or this process ends in whatever way, no other can hold the folder.
 
-    UserError if another does.
+    Held if another does, another UserError if it cannot be written.
     """
     try:
         file = open(Path(folder, ".lock"), "ab")  # noqa: SIM115
@@ -56,8 +60,8 @@ def hold(folder):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.close()
-        raise UserError(f"{folder}: another process is writing into this folder",
-                        "wait until it has ended, or give another folder") from None
+        raise Held(f"{folder}: another process is writing into this folder",
+                   "wait until it has ended, or give another folder") from None
     except OSError as error:  # of file systems without locks
         print(f"{folder}: cannot be locked ({error.strerror}); see to it that no other process writes into it", file=sys.stderr)
     return file

@@ -44,7 +44,7 @@ def read_summary(folder):
     """-> what summary.json of a run's folder holds, {} while the run is not finished or where the file is damaged."""
     try:
         summary = json.loads(Path(folder, "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return summary if isinstance(summary, dict) else {}
 
@@ -77,7 +77,7 @@ def read(folder, name):
                     raise ValueError("a number is missing")
                 records.pop(IDENTITY[name](record), None)
                 records[IDENTITY[name](record)] = record
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(f"{path}, line {number}: not a record of this program", "remove that line") from None
     return list(records.values())
 

@@ -94,9 +94,9 @@ def columns(curves):
 def parts(runs):
     """-> [(what is added to titles and names, runs)] for each data set: nothing is compared across them."""
     datasets = list(dict.fromkeys(run["config"].dataset for run in runs))
-    names = [Path(dataset).name.removeprefix("task:") for dataset in datasets]
+    names = [re.sub(r"[^\w.]", "_", Path(dataset).name.removeprefix("task:"))[:60] for dataset in datasets]
     if len(set(names)) < len(names):
-        names = [re.sub(r"[^\w.]", "_", dataset) for dataset in datasets]
+        names = [f"{name}_{number}" for number, name in enumerate(names, 1)]
     return [(f", {name}" if len(datasets) > 1 else "", [run for run in runs if run["config"].dataset == dataset])
             for dataset, name in zip(datasets, names)]
 
@@ -132,8 +132,12 @@ def tables(runs):
 
 
 def cell(values, runs):
-    """Numbers -> their mean and standard deviation as text, and of how many runs, if not of all."""
-    return compare.spread(values, 3) + (f" ({len(values)})" if 0 < len(values) < runs else "")
+    """What Column.values gives -> mean and standard deviation as text, and of how many runs, if not of all; none of numbers
+    that are over different things, as where the text has changed between two runs."""
+    if len({over for _, over in values.values()}) > 1:
+        return "-"
+    text = compare.spread([value for value, _ in values.values()], 3)
+    return text if len(values) in (0, runs) else f"{text} ({len(values)})"
 
 
 def compared(curves, suffix, remark=""):
@@ -141,7 +145,7 @@ def compared(curves, suffix, remark=""):
     chosen, (base, *others) = columns(curves), curves
     rows = []
     for curve in curves:
-        cells = [cell([value for value, _ in column.values(curve).values()], len(curve.runs)) for column in chosen]
+        cells = [cell(column.values(curve), len(curve.runs)) for column in chosen]
         rows.append([curve.label, str(len(curve.runs)), str(curve.runs[0]["summary"].get("parameters", "-")), *cells])
     found = [{"title": f"Results{suffix}", "note": f"Mean ± standard deviation over seeds.{remark}",
               "columns": ["curve", "runs", "parameters", *(column.heading for column in chosen)], "rows": rows}]
@@ -217,7 +221,6 @@ def pictures(runs):
 
 def draw(kind, curves, path):
     """One picture as PNG and as SVG; path without an ending."""
-    import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -230,9 +233,8 @@ def draw(kind, curves, path):
         compare.draw_panel(axes, kind, curves)
     handles = [Line2D([], [], **curve.style, label=compare.shortened(curve.label)) for curve in curves]
     made.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.735, 0.93), frameon=False, fontsize=9)
-    made.savefig(f"{path}.png", dpi=120)
-    with matplotlib.rc_context({"svg.hashsalt": "positions"}):  # the same picture is the same file
-        made.savefig(f"{path}.svg", metadata={"Date": None})
+    compare.save(made, f"{path}.png", dpi=120)
+    compare.save(made, f"{path}.svg", metadata={"Date": None})
 
 
 def number(value):
@@ -332,9 +334,8 @@ def track(folder, name, config, tables, pictures):
     """Send the tables and pictures to wandb, where the study's runs are, as a run of their own; what was sent before is not
     sent again. A study does not end because wandb fails."""
     kept = folder / "wandb_id.txt"
-    identity, *sent = (kept.read_text(encoding="utf-8").split() if kept.exists() else []) or [secrets.token_hex(4)]
-    digest = hashlib.sha256(json.dumps(tables).encode()).hexdigest()
-    if sent == [digest]:
+    identity, digest = logs.identity(kept) or secrets.token_hex(4), hashlib.sha256(json.dumps(tables).encode()).hexdigest()
+    if kept.exists() and digest in kept.read_text(encoding="utf-8", errors="replace"):
         return
     files.replace(kept, f"{identity}\n".encode())  # first: what fails is sent again under the same id
     try:
@@ -356,10 +357,13 @@ def track(folder, name, config, tables, pictures):
 def write(folder, name, jobs, command):
     """Write all of it into the study's folder, if there is anything yet. -> whether there was. jobs: study.Job of each run;
     those without a log are only listed."""
-    folder, begun = Path(folder), [job for job in jobs if (job.folder / "config.toml").exists()]
-    groups = {job.folder.resolve(): job.group for job in begun}
-    runs = [run | {"group": groups[run["folder"].resolve()]} for run in compare.read_runs([job.folder for job in begun])
-            if run["log"]]
+    folder, runs = Path(folder), []
+    for job in (job for job in jobs if (job.folder / "config.toml").exists()):
+        try:
+            run = compare.read_run(job.folder) | {"group": job.group}
+            runs += [run] if run["log"] else []
+        except UserError as error:
+            print(f"not in the report: {error.problem}")
     if not runs:
         return False
     made, drawn = tables(runs), pictures(runs)

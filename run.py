@@ -158,8 +158,9 @@ class Run:
         if self.config.init_from and not self.state:
             origin = tokenizer.load(Path(self.config.init_from) / "tokenizer.json")
             if data.tokenizer.tokens != origin.tokens:
-                raise UserError(f"tokenizer = {self.config.tokenizer}: not that of {self.config.init_from}",
-                                "the weights know the ids of their own tokenizer; leave the key out")
+                raise UserError(f"dataset = {self.config.dataset}, tokenizer = {self.config.tokenizer}: not the tokens of "
+                                f"{self.config.init_from}",
+                                "the weights know their own ids: leave tokenizer out, and of tasks take the same")
         self.data_sha256 = data.sha256
         self.resolved = self.state["resolved"] if self.state else resolve(self.config)
         if self.resolved.setdefault("processes", self.processes.size) != self.processes.size:

@@ -28,13 +28,15 @@ from tqdm import tqdm
 
 import files
 import logs
-from config import NAMES, Auto, Config, fields, inherited, load, read_config, refuse_difference, with_changes
+import tasks
+from config import NAMES, NEUTRAL, Auto, Config, fields, inherited, load, read_config, refuse_difference, with_changes
 from lengths import Lengths
 from options import Options, UserError, build, command, helped, parse, read_toml
 from train import Stop
 
 HERE = Path(__file__).resolve().parent
 PATIENCE = 120  # seconds until what an earlier study has left running must have left its folder
+OURS = (".txt", ".md", ".csv", ".html", ".png", ".svg", ".new")  # files beside the runs' folders
 FORM = SimpleNamespace(pattern=True)  # in an annotation: options.allowed says the docstring
 
 # The study names folders; nothing is deleted unasked; and a run that stops early is never finished.
@@ -149,11 +151,18 @@ def combinations(cross):
 def train_job(study, out, study_name, choice, keys):
     """-> the job that trains the run of one combination."""
     base = (study.base,) if isinstance(study.base, str) else study.base
+    if wrong := [file for file in base if file.startswith("-")]:
+        raise UserError(f"base = {wrong[0]}", "allowed: paths of config files; keys belong into [set]")
     group = {"wandb_group": study.set.get("wandb_group", study_name)}
     name = run_name(choice, study_name)
     words = [*base, *flags({**keys, **{k: v for k, v in (study.set | group).items() if k not in keys}, "out_dir": out / name})]
     with naming(f"run {name}"):
-        return Job(name, out / name, load(words), ["python", "train.py", *words], "train",
+        config = load(words)
+        if config.overwrite or config.stop_at:
+            raise UserError("overwrite or stop_at in a config file", "leave them out: such runs would never be finished")
+        if config.dataset.startswith("task:"):
+            tasks.load(config.dataset, config.block_size)
+        return Job(name, out / name, config, ["python", "train.py", *words], "train",
                    group=run_name([table for table in choice if not {"seed", "dataset"} & table.keys()], study_name))
 
 
@@ -212,10 +221,17 @@ def plan(study, out, name):
                 further += where_valid(make, model, table, runs)
     jobs, seen = [*runs, *further], {}
     for job in jobs:
+        if job.kind != "reading" and (job.name == "wandb" or Path(job.name).suffix in OURS):
+            raise UserError(f"{job.name}: a name that the study needs for itself", "give the values a name of their own")
         for mark in (job.name, *([] if job.kind == "reading" else [repr(job.config.essence())])):
             if seen.setdefault(mark, job) is not job:
-                raise UserError(f"{seen[mark].name} and {job.name}: the same twice", "change or remove one of them")
+                raise UserError(f"{seen[mark].name} and {job.name}: the same twice",
+                                "remove one of them, or give their values a name of their own")
     return jobs
+
+
+class Different(UserError):
+    """A folder holds another run than the study wants there."""
 
 
 def measured(job, summary):
@@ -234,16 +250,29 @@ def finished(job):
     if job.kind == "reading":
         return whole and measured(job, summary)
     if (there := (job.folder / "config.toml").exists()):
+        before = read_config(job.folder).model_dump()
+        # Where a run began from is known by its name, wherever the study's folder lies now.
+        free = (*NEUTRAL, "init_from", "tokenizer") if job.origin else NEUTRAL
         try:
-            refuse_difference(job.folder, read_config(job.folder).model_dump(), job.config)
+            refuse_difference(job.folder, before, job.config, free)
         except UserError as error:
-            raise UserError(error.problem, "give the study another out_dir, or delete that folder") from None
+            raise Different(error.problem, "give the study another out_dir, or delete that folder") from None
     return there and whole
+
+
+def state(job):
+    """-> "finished", "unfinished", or "failed: why" where what is there cannot be read."""
+    try:
+        return "finished" if finished(job) else "unfinished"
+    except Different:
+        raise
+    except UserError as error:
+        return f"failed: {error.problem}"
 
 
 def reached(folder):
     """-> (step, training loss) where a run stands by the last lines of its log; (0, nan) before the first."""
-    with contextlib.suppress(OSError), open(folder / "log.jsonl", "rb") as file:
+    with contextlib.suppress(OSError, ValueError), open(folder / "log.jsonl", "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))  # of a log of any length
         for step, loss in re.findall(rb'"step": (\d+),.*"train_loss": ([^,}]+).*\n', file.read())[-1:]:
             return int(step), float(loss)
@@ -353,9 +382,11 @@ class Runner:
         before = len(self.running)
         for job in self.jobs:
             if len(self.running) < self.processes and not stop.code and self.possible(job) and self.free(job):
-                done = job.kind == "reading" and finished(job)  # before the run was stopped in its last seconds
-                job.state = "finished" if done else "running"
-                self.running += [] if done else [Child(job)]
+                # A reading may have been done for a run that was stopped in its last seconds.
+                job.state = state(job) if job.kind == "reading" else "unfinished"
+                if job.state == "unfinished":
+                    job.state = "running"
+                    self.running.append(Child(job))
         return len(self.running) > before
 
     def possible(self, job):
@@ -371,20 +402,31 @@ class Runner:
                 files.hold(job.folder).close()
             self.held.pop(job.name, None)
             return True
-        except UserError as error:
-            if job.name not in self.held:
-                self.held[job.name] = time.monotonic() + PATIENCE
-                self.progress.say(f"{job.name}: waits, another process is writing into {job.folder}")
-            elif time.monotonic() > self.held[job.name]:
-                del self.held[job.name]
+        except files.Held as error:
+            if not self.wait(job):
                 job.state = f"failed: {error.problem}"
-            return False
+        except UserError as error:
+            job.state = f"failed: {error.problem}"
+        return False
+
+    def wait(self, job):
+        """Wait for a folder that another process writes into. -> whether there is patience left."""
+        if job.name not in self.held:
+            self.held[job.name] = time.monotonic() + PATIENCE
+            self.progress.say(f"{job.name}: waits, another process is writing into {job.folder}")
+        if time.monotonic() < self.held[job.name]:
+            return True
+        del self.held[job.name]
+        return False
 
     def collect(self, stop):
         for child in [child for child in self.running if child.ended()]:
             self.running.remove(child)
             job = child.job
             job.state, summary = child.outcome(stop.code), logs.read_summary(job.folder)
+            if job.state.startswith("failed: exit code 2") and "another process" in job.state and self.wait(job):
+                job.state = "unfinished"  # an earlier study's process was faster, and had not even begun its folder before
+                continue
             said = job.state
             if said == "finished" and job.kind != "reading":
                 said = f"{summary.get('best_val_loss', math.nan):.4f} validation loss, {summary.get('seconds', math.nan):.0f} s"
@@ -402,7 +444,7 @@ def conclude(out, name, jobs, command):
 def do(jobs, processes):
     """Do what is not done. -> the signal's exit code if one stopped it, or None."""
     for job in jobs:
-        job.state = "finished" if finished(job) else "unfinished"
+        job.state = state(job)
     kinds = [job.kind for job in jobs]
     print(f"{kinds.count('train')} runs, {kinds.count('reading')} readings, {kinds.count('finetune')} fine-tunings, "
           f"{sum(job.state == 'finished' for job in jobs)} of these finished", flush=True)
@@ -417,6 +459,14 @@ def at_once(jobs):
     return max(1, cores // max(job.config.threads or cores for job in jobs))
 
 
+def refuse_folder(out):
+    """UserError where the study's files would lie among others."""
+    if (out / "config.toml").exists():
+        raise UserError(f"{out}: a run's folder", "give the study a folder of its own, with --out_dir")
+    if out.resolve() == HERE or (out.is_dir() and not (out / ".lock").exists() and any(p.is_file() for p in out.iterdir())):
+        raise UserError(f"{out}: holds other files", "give the study a folder of its own, with --out_dir")
+
+
 @helped(Flags, "python study.py STUDY.toml [--key value ...]        (for what a study file says, see studies/)")
 def main(argv):
     words, given = parse(argv, Flags)
@@ -428,6 +478,7 @@ def main(argv):
         study = build(Study, values)
         out = Path(study.out_dir or f"out/{name}")
         jobs = plan(study, out, name)
+    refuse_folder(out)
     out.mkdir(parents=True, exist_ok=True)
     with files.hold(out):
         code = do(jobs, at_once(jobs) if study.processes == "auto" else study.processes)

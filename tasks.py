@@ -6,7 +6,6 @@ A row is one problem from position 0 on, `>` question `=` answer `;`, and only t
 draws lengths evenly up to N, the longest problem that fits into block_size; curves go to 8 N (lengths.py). A new task is
 one class and one entry in TASKS.
 """
-import bisect
 import hashlib
 import itertools
 import math
@@ -19,7 +18,8 @@ import tokenizer
 from options import UserError, nearest
 
 START, ASK, END = ">=;"
-VALIDATION = 1024  # problems that stand for the whole validation split
+VALIDATION = 1024  # problems that stand for the whole validation split,
+TOKENS = 2**22  # but not more tokens than these
 
 
 class Task:
@@ -47,7 +47,8 @@ class Task:
 
     def longest(self, size):
         """-> the length of the longest problem of at most `size` inputs, below `shortest` if none fits."""
-        return bisect.bisect_right(range(self.shortest, size), size, key=self.inputs) + self.shortest - 1
+        least = self.inputs(self.shortest)
+        return self.shortest + (size - least) // (self.inputs(self.shortest + 1) - least)  # problems grow evenly
 
     def draw(self, generator, symbols, count):
         return "".join(symbols[i] for i in generator.integers(len(symbols), size=count))
@@ -174,7 +175,7 @@ class Problems:
 
     def validation(self, size, count=None):
         """-> rows of `count` problems, or of VALIDATION, the same for every seed."""
-        return self.mixed(count or VALIDATION, size, np.random.default_rng((2**32, size)))
+        return self.mixed(count or max(16, min(VALIDATION, TOKENS // size)), size, np.random.default_rng((2**32, size)))
 
     def tested(self, length, count):
         """-> rows of the problems behind a point of the accuracy curve, the same for every seed and block_size."""

@@ -326,7 +326,7 @@ def find(dataset, raw):
     if dataset in DOWNLOADS:
         return download_source(dataset, raw)
     name, _, count = dataset.partition(":")
-    if name == "task":
+    if dataset.startswith("task:"):
         raise UserError(f"dataset = {dataset}: made while it is trained on", "it needs no preparation")
     if name in STREAMS:
         return stream_source(name, count or str(DOCUMENTS), raw)

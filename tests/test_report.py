@@ -142,7 +142,7 @@ def test_numbers_over_other_things_are_not_subtracted(make, key, value):
 
 def test_data_sets_of_one_name_are_apart(make, tmp_path):
     jobs = [make("A", 1, 2.0, dataset="a/text.txt"), make("B", 1, 3.0, dataset="b/text.txt")]
-    assert [t["title"] for t in report.tables(read(jobs))] == ["Results, a_text.txt", "Results, b_text.txt"]
+    assert [t["title"] for t in report.tables(read(jobs))] == ["Results, text.txt_1", "Results, text.txt_2"]
 
 
 def test_curves_that_end_have_no_number_and_no_difference(make):
@@ -223,6 +223,30 @@ def test_fine_tuned_runs_stand_beside_what_they_began_from(make):
     drawn = report.pictures(read(jobs))
     assert [label for label, *_ in drawn["lengths-scalings"][1]] == ["rope", "rope+longer"]
     assert [label for label, *_ in drawn["lengths"][1]] == ["rope", "none-1"]
+
+
+def test_numbers_over_different_data_have_no_mean(make):
+    jobs = [make("rope", 1, 2.0), make("rope", 2, 2.2)]
+    summary = json.loads((jobs[1].folder / "summary.json").read_text(encoding="utf-8"))
+    (jobs[1].folder / "summary.json").write_text(json.dumps(summary | {"data_sha256": "other"}), encoding="utf-8")
+    row = table(report.tables(read(jobs)), "Results")["rope"]
+    assert row["validation loss"] == "-" and row["at 32"] == "2.420±0.141"
+
+
+def test_a_damaged_run_is_left_out_and_said(make, tmp_path, capsys):
+    jobs = [make("rope", 1, 2.0), make("alibi", 1, 2.1, position="alibi")]
+    (jobs[1].folder / "log.jsonl").write_bytes(b'{"step": 1}\n{"step"\n{}\n')
+    assert report.write(tmp_path, "positions", jobs, "x")
+    assert "not in the report: " in capsys.readouterr().out
+    assert [c["label"] for c in shown(tmp_path)["panels"][0]["curves"]] == ["rope-1"]
+
+
+def test_names_of_any_characters_are_shown_as_they_are(make, tmp_path):
+    jobs = [make("a$b$c", 1, 2.0, dataset="we|rd\n <b>.txt"), make("x" * 90, 2, 2.0, dataset="y" * 200)]
+    assert report.write(tmp_path, "positions", jobs, "x")
+    assert {p.name for p in tmp_path.glob("steps*.png")} == {"steps-we_rd___b_.txt.png", f"steps-{'y' * 60}.png"}
+    titles = [line for line in (tmp_path / "table.md").read_text(encoding="utf-8").splitlines() if line.startswith("**")]
+    assert len(titles) == 2 and "a$b$c" in (tmp_path / "steps-we_rd___b_.txt.svg").read_text(encoding="utf-8")
 
 
 def test_runs_that_have_only_begun_are_listed(make, tmp_path):

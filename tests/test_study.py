@@ -375,3 +375,61 @@ def test_the_studies_of_the_repository_are_valid(name, runs, readings, finetunes
     kinds = [job.kind for job in jobs]
     assert [kinds.count(kind) for kind in ("train", "reading", "finetune")] == [runs, readings, finetunes]
     assert all(job.config.threads == 1 for job in jobs)
+
+
+@pytest.mark.parametrize("content, problem", [
+    ("base = '--help'\n", "base = --help"), ("[cross]\nseed = []\n", "seed = []"),
+    ("[cross]\na = [{name = '..'}]\n", "name = .."), ("[cross]\na = [{name = 'report.html'}]\n", "needs for itself"),
+    ("[cross]\na = [{name = 'wandb'}]\n", "needs for itself"), ("[cross]\ndataset = ['task:copi']\n", "no such task"),
+    ("[cross]\nseed = [1]\n[[reading]]\ncheckpoint = 'last'\n", "checkpoint = last")])
+def test_what_no_study_can_do_is_refused_before_it_begins(here, content, problem):
+    with pytest.raises(UserError) as error:
+        study.main([write(content)])
+    assert problem in error.value.problem and not here.started and not Path("out").exists()
+
+
+def test_a_folder_of_other_files_is_no_study(here, corpus):
+    path, there = write(keys(corpus), CROSS), Path("there")
+    there.mkdir()
+    (there / "mine.txt").write_text("mine")
+    for folder, problem in ((there, "holds other files"), (study.HERE, "holds other files")):
+        with pytest.raises(UserError, match=problem):
+            study.main([path, "--out_dir", str(folder)])
+    (there / "config.toml").write_text("")
+    with pytest.raises(UserError, match="a run's folder"):
+        study.main([path, "--out_dir", str(there)])
+    assert not here.started and {p.name for p in there.iterdir()} == {"mine.txt", "config.toml"}
+
+
+def test_overwrite_and_stop_at_cannot_hide_in_a_base(here, corpus):
+    for key in ("overwrite = true", "stop_at = 3"):
+        Path("base.toml").write_text(key)
+        with pytest.raises(UserError, match="overwrite or stop_at"):
+            study.main([write('base = "base.toml"\n', keys(corpus), CROSS)])
+    assert not here.started
+
+
+def test_a_file_in_the_place_of_a_run_fails_at_once_and_the_others_go_on(here, corpus, capsys):
+    path = write(keys(corpus), CROSS)
+    Path("out/small").mkdir(parents=True)
+    Path("out/small/.lock").touch()
+    Path("out/small/rope-1").touch()
+    began = time.monotonic()
+    assert study.main([path]) == 1 and time.monotonic() - began < 60
+    assert "rope-1: failed: " in capsys.readouterr().out and len(here.started) == 3
+
+
+def test_a_process_that_another_was_faster_than_is_tried_again(here, corpus, monkeypatch, capsys):
+    """An orphan of a killed study that had not begun its folder when the study looked."""
+    program, calls = InProcess, []
+
+    def begin(words, **how):
+        calls.append(words)
+        made = program(words if len(calls) > 1 else [*words[:2], "--dataset", "nowhere"], **how)
+        if len(calls) == 1:
+            made.stdout = io.BytesIO(b"error: out/small/rope-1: another process began a run here meanwhile\n")
+        return made
+
+    monkeypatch.setattr(study.subprocess, "Popen", begin)
+    assert study.main([write(keys(corpus), '[cross]\nposition = ["rope"]\nseed = [1]\n')]) == 0
+    assert len(calls) == 2 and "waits, another process" in capsys.readouterr().out
