@@ -443,8 +443,12 @@ def conclude(out, name, jobs, command):
 
 def do(jobs, processes):
     """Do what is not done. -> the signal's exit code if one stopped it, or None."""
+    states = {}
     for job in jobs:
-        job.state = state(job)
+        job.state = states[job.name] = state(job)
+        if job.kind == "finetune" and job.state == "finished" and states[job.origin] == "unfinished":
+            raise Different(f"{job.folder}: began from {job.origin} before that was trained as far as the study says now",
+                            "delete that folder, and it begins again when the other is finished")
     kinds = [job.kind for job in jobs]
     print(f"{kinds.count('train')} runs, {kinds.count('reading')} readings, {kinds.count('finetune')} fine-tunings, "
           f"{sum(job.state == 'finished' for job in jobs)} of these finished", flush=True)

@@ -433,3 +433,11 @@ def test_a_process_that_another_was_faster_than_is_tried_again(here, corpus, mon
     monkeypatch.setattr(study.subprocess, "Popen", begin)
     assert study.main([write(keys(corpus), '[cross]\nposition = ["rope"]\nseed = [1]\n')]) == 0
     assert len(calls) == 2 and "waits, another process" in capsys.readouterr().out
+
+
+def test_what_was_fine_tuned_from_earlier_weights_is_not_taken_for_finished(here, corpus):
+    assert study.main([write(keys(corpus), '[cross]\nseed = [1]\n', MORE)]) == 0
+    before = len(here.started)
+    with pytest.raises(UserError, match="before that was trained as far"):
+        study.main([write(keys(corpus, max_iters=12), '[cross]\nseed = [1]\n', MORE)])
+    assert len(here.started) == before
