@@ -350,7 +350,7 @@ def test_another_text_is_read_with_the_tokenizer_of_the_origin(run_folder, corpu
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["--tokenizer", "byte"], "not that of"), (["--n_layer", "3"], "weights of another configuration: blocks.2"),
+    (["--tokenizer", "byte"], "not the tokens of"), (["--n_layer", "3"], "weights of another configuration: blocks.2"),
     (["--init_from", "nowhere"], "nowhere: no run in this folder"),
     (["--rope_scaling", "linear", "--beta_fast", "3"], "beta_fast"),
 ])

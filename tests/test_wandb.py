@@ -73,7 +73,8 @@ def test_another_folder_is_another_run(interrupted, tmp_path, monkeypatch):
     import wandb
 
     ids = []
-    monkeypatch.setattr(wandb, "init", lambda id, **_: ids.append(id) or SimpleNamespace(define_metric=lambda *_, **__: None))
+    monkeypatch.setattr(wandb, "init", lambda id, **_: ids.append(id) or SimpleNamespace(
+        id=id, define_metric=lambda *_, **__: None))
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         logs.Wandb(tmp_path / name, small(wandb="offline"))
