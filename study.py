@@ -294,8 +294,9 @@ class Progress:
         """Bring the bar up to date, once a second."""
         if not self.bar.disable and time.monotonic() > self.shown + 1:
             self.shown = time.monotonic()
-            running = [f"{job.name} {reached(job.folder)[1]:.2f}" for job in self.runs if job.state == "running"]
-            self.bar.set_postfix_str(", ".join(running), refresh=False)
+            running = [(job.name, *reached(job.folder)) for job in self.runs if job.state == "running"]
+            self.bar.set_postfix_str(", ".join(f"{name} {loss:.2f}" if step else name for name, step, loss in running),
+                                     refresh=False)
             self.bar.update(self.steps() - self.bar.n)
             self.bar.refresh()
 
