@@ -279,6 +279,11 @@ def reached(folder):
     return 0, math.nan
 
 
+def grows(job):
+    """Whether a run that is there is to be trained further than it was."""
+    return (job.folder / "config.toml").exists() and read_config(job.folder).max_iters < job.config.max_iters
+
+
 class Progress:
     """A bar over the iterations of all runs on a terminal; lines, everywhere."""
 
@@ -444,10 +449,10 @@ def conclude(out, name, jobs, command):
 
 def do(jobs, processes):
     """Do what is not done. -> the signal's exit code if one stopped it, or None."""
-    states = {}
+    origins = {job.name: job for job in jobs if job.kind == "train"}
     for job in jobs:
-        job.state = states[job.name] = state(job)
-        if job.kind == "finetune" and job.state == "finished" and states[job.origin] == "unfinished":
+        job.state = state(job)
+        if job.kind == "finetune" and job.state == "finished" and grows(origins[job.origin]):
             raise Different(f"{job.folder}: began from {job.origin} before that was trained as far as the study says now",
                             "delete that folder, and it begins again when the other is finished")
     kinds = [job.kind for job in jobs]
