@@ -160,6 +160,9 @@ def identity(kept):
     return words[0] if words and words[0].isalnum() else None
 
 
+QUIET = {"silent": True, "console": "off", "x_disable_stats": True, "init_timeout": 20}  # settings of every run in wandb
+
+
 def set_aside(run):
     """Move earlier offline folders of a run of wandb out of the way of `wandb sync`."""
     current = Path(run.dir).parent
@@ -213,7 +216,7 @@ class Wandb:
                 project=config.wandb_project, group=config.wandb_group or config.position, job_type=config.position,
                 tags=[config.position], name=self.folder.name, id=self.identity, resume="allow", dir=self.folder.parent,
                 config=config.model_dump(exclude_none=True), mode=config.wandb,
-                settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=20))
+                settings=wandb.Settings(**QUIET))
             self.identity = self.run.id  # a sweep gives its own
         except (wandb.errors.Error, OSError) as error:
             raise UserError(f"wandb = {config.wandb}: {str(error).splitlines()[0]}",

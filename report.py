@@ -107,9 +107,8 @@ RATES = ("learning_rate", "muon_learning_rate", "min_lr")
 def at_their_best(curves):
     """-> of curves that differ only in learning rates, the one of the lowest mean validation loss; none if no two do."""
     found = {}
-    for curve in curves:
-        if curve.trained and not curve.runs[0]["config"].init_from:
-            found.setdefault(compare.identity(curve.runs[0]["config"], ("seed", *RATES)), []).append(curve)
+    for curve in plain(curves):
+        found.setdefault(compare.identity(curve.runs[0]["config"], ("seed", *RATES)), []).append(curve)
     # Where seeds are missing, a rate would be chosen by those that were kinder to it.
     comparable = [candidates for candidates in found.values()
                   if len({frozenset(run["config"].seed for run in curve.runs) for curve in candidates}) == 1]
@@ -281,7 +280,7 @@ def page_panels(runs):
     return found
 
 
-def page(name, command, jobs, runs):
+def page(name, command, jobs, runs, tables):
     """-> the page as text: the template with all that it shows inside."""
     curves = [curve for _, members in parts(runs) for curve in compare.styled(members)]
     summaries = {str(run["folder"]): run["summary"] for run in runs}
@@ -293,7 +292,7 @@ def page(name, command, jobs, runs):
     data = {
         "name": name, "command": command, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": said("git_commit"), "versions": ", ".join(f"{key} {said(key)}" for key in ("python", "torch", "numpy")),
-        "trained": trained.pop() if len(trained) == 1 else None, "panels": page_panels(runs), "tables": tables(runs),
+        "trained": trained.pop() if len(trained) == 1 else None, "panels": page_panels(runs), "tables": tables,
         "groups": [{"id": id, "label": id, "colour": colour}
                    for id, colour in {group(curve): curve.style["color"] for curve in reversed(curves)}.items()][::-1],
         "runs": [{"name": job.name, "group": job.group, "state": job.state, "command": shlex.join(job.command),
@@ -343,7 +342,7 @@ def track(folder, name, config, tables, pictures):
 
         run = wandb.init(project=config.wandb_project, group=config.wandb_group or name, job_type="study", id=identity,
                          name=f"{name}-results", resume="allow", dir=folder, mode=config.wandb,
-                         settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=20))
+                         settings=wandb.Settings(**logs.QUIET))
         logs.set_aside(run)
         run.log({**{table["title"]: wandb.Table(columns=table["columns"], data=table["rows"]) for table in tables},
                  **{picture: wandb.Image(str(folder / f"{picture}.png")) for picture in pictures}}, step=0)
@@ -371,7 +370,7 @@ def write(folder, name, jobs, command):
     files.replace(folder / "table.csv", table_csv(runs).encode())
     for picture, (kind, curves) in drawn.items():
         draw(kind, curves, folder / picture)
-    files.replace(folder / "report.html", page(name, command, jobs, runs).encode())
+    files.replace(folder / "report.html", page(name, command, jobs, runs, made).encode())
     config = runs[0]["config"]
     if all(job.state == "finished" for job in jobs) and config.wandb != "disabled":
         track(folder, name, config, made, drawn)

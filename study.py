@@ -236,10 +236,9 @@ class Different(UserError):
 
 def measured(job, summary):
     """Whether the curve of a reading is there, of the weights that its run ended with."""
-    step = summary.get({"best": "best_step", "last": "step"}[job.options.checkpoint])
-    wanted = {"step": step, "checkpoint": job.options.checkpoint, **json.loads(json.dumps(job.config.reading()))}
-    name, axis = ("accuracy.jsonl", "length") if job.config.dataset.startswith("task:") else ("lengths.jsonl", "context")
-    found = {record[axis] for record in logs.read(job.folder, name) if wanted.items() <= record.items()}
+    wanted = {"step": summary.get("best_step"), "checkpoint": "best", **json.loads(json.dumps(job.config.reading()))}
+    name = "accuracy.jsonl" if job.config.dataset.startswith("task:") else "lengths.jsonl"
+    found = {record[logs.CURVES[name][0]] for record in logs.read(job.folder, name) if wanted.items() <= record.items()}
     return bool(found) and set(job.options.contexts or ()) <= found
 
 
