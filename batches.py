@@ -42,7 +42,7 @@ class Data:
 
 def load_data(config):
     """-> the Data that config names, prepared first where that has not been done, or the Problems of a task."""
-    if config.dataset.startswith("task:"):
+    if config.has_answers:
         return tasks.load(config.dataset, config.block_size)
     folder = prepare(config.dataset, config.tokenizer, config.vocab_size)
     train, val, manifest = read(folder)

@@ -171,12 +171,12 @@ class Panel:
 
 LOSS = "loss (nats per token)"
 PANELS = {
-    "lengths": Panel("context", "loss", "context (tokens)", LOSS, "loss on the same targets by context",
+    "lengths": Panel(*logs.CURVES["lengths.jsonl"][:2], "context (tokens)", LOSS, "loss on the same targets by context",
                      lambda run, record: run["config"].block_size, "at"),
-    "positions": Panel("position", "loss", "tokens seen", LOSS, "loss by position in the longest windows",
+    "positions": Panel(*logs.CURVES["positions.jsonl"][:2], "tokens seen", LOSS, "loss by position in the longest windows",
                        lambda run, record: run["config"].block_size, shift=1),
-    "accuracy": Panel("length", "accuracy", "length of the problem", "answers that are right", "accuracy by length",
-                      lambda run, record: record["trained"], "right at"),
+    "accuracy": Panel(*logs.CURVES["accuracy.jsonl"][:2], "length of the problem", "answers that are right",
+                      "accuracy by length", lambda run, record: record["trained"], "right at"),
 }
 
 
@@ -186,11 +186,16 @@ def as_trained(config):
     return "" if said["scaling"] == "none" else logs.curve_name(said | {"finetuned": False})
 
 
+def reads_as_trained(key, config):
+    """Whether that is the curve of this name."""
+    return key.removesuffix("-finetuned") == as_trained(config)
+
+
 def keys(members):
     """-> the names of all curves of some runs that differ only in their seed, that of the run as it was trained first."""
-    first = as_trained(members[0]["config"])
-    found = {key for run in members for panel in PANELS for key in run[panel]} or {first}
-    return sorted(found, key=lambda key: (key.removesuffix("-finetuned") != first, key))
+    config = members[0]["config"]
+    found = {key for run in members for panel in PANELS for key in run[panel]} or {as_trained(config)}
+    return sorted(found, key=lambda key: (not reads_as_trained(key, config), key))
 
 
 class Curve(NamedTuple):
@@ -204,7 +209,7 @@ class Curve(NamedTuple):
     @property
     def trained(self):
         """Whether positions are read as they were in training."""
-        return self.key.removesuffix("-finetuned") == as_trained(self.runs[0]["config"])
+        return reads_as_trained(self.key, self.runs[0]["config"])
 
     def measured(self, panel):
         """-> [(run, {x: record})] of the runs in which it was measured."""
@@ -287,7 +292,7 @@ def marks(curves, name):
 def shown(runs):
     """-> the names of the panels that these runs have curves for, or will have."""
     found = [name for name in PANELS if any(run[name] for run in runs)]
-    return found or (["accuracy"] if runs[0]["config"].dataset.startswith("task:") else ["lengths", "positions"])
+    return found or (["accuracy"] if runs[0]["config"].has_answers else ["lengths", "positions"])
 
 
 def figure(folders):

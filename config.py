@@ -297,6 +297,11 @@ class Config(Options):
             raise contradiction(self, "rope_scaling", "sharpens scores; linear attention has none: give attention_factor = 1")
 
     @property
+    def has_answers(self):
+        """Whether the data set is a task with an answer (tasks.py), and not a text."""
+        return self.dataset.startswith("task:")
+
+    @property
     def head_size(self):
         """Dimensions of each head."""
         return self.head_dim or self.n_embd // self.n_head

@@ -92,13 +92,18 @@ def columns(curves):
 
 
 def parts(runs):
-    """-> [(what is added to titles and names, runs)] for each data set: nothing is compared across them."""
+    """-> [(what is added to titles and names, runs, their curves)] for each data set: nothing is compared across them."""
     datasets = list(dict.fromkeys(run["config"].dataset for run in runs))
     names = [re.sub(r"[^\w.]", "_", Path(dataset).name.removeprefix("task:"))[:60] for dataset in datasets]
     if len(set(names)) < len(names):
         names = [f"{name}_{number}" for number, name in enumerate(names, 1)]
-    return [(f", {name}" if len(datasets) > 1 else "", [run for run in runs if run["config"].dataset == dataset])
-            for dataset, name in zip(datasets, names)]
+    members = [[run for run in runs if run["config"].dataset == dataset] for dataset in datasets]
+    return [(f", {name}" if len(datasets) > 1 else "", each, compare.styled(each)) for name, each in zip(names, members)]
+
+
+def ended(runs):
+    """-> `parts` of the runs that are finished: others do not count in tables."""
+    return parts([run for run in runs if run["summary"]])
 
 
 RATES = ("learning_rate", "muon_learning_rate", "min_lr")
@@ -119,11 +124,9 @@ def at_their_best(curves):
 
 
 def tables(runs):
-    """-> [{"title", "note", "columns", "rows"}]: means of each curve, and differences to the first. Cells are text. Runs that
-    are not finished do not count."""
+    """-> [{"title", "note", "columns", "rows"}]: means of each curve, and differences to the first. Cells are text."""
     found = []
-    for suffix, members in parts([run for run in runs if run["summary"]]):
-        curves = compare.styled(members)
+    for suffix, _, curves in ended(runs):
         found += compared(curves, suffix)
         if best := at_their_best(curves):
             found += compared(best, f"{suffix}, each at its best learning rate", " Rates are chosen by this validation loss.")
@@ -180,8 +183,7 @@ def table_csv(runs):
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["run", "dataset", "position", "seed", "curve", "what", "value"])
-    for _, members in parts([run for run in runs if run["summary"]]):
-        curves = compare.styled(members)
+    for _, _, curves in ended(runs):
         for column in columns(curves):
             for curve in curves:
                 for run in curve.runs:
@@ -208,8 +210,8 @@ def stretched(curves):
 def pictures(runs):
     """-> {name: (kind of panel or "steps", curves)} of the pictures that there is something for."""
     found = {}
-    for suffix, members in parts(runs):
-        curves, end = compare.styled(members), suffix.replace(", ", "-")
+    for suffix, members, curves in parts(runs):
+        end = suffix.replace(", ", "-")
         found[f"steps{end}"] = ("steps", plain(curves))
         for name in compare.shown(members):
             found[f"{name}{end}"] = (name, plain(curves))
@@ -271,8 +273,7 @@ def group(curve):
 def page_panels(runs):
     """-> the panels of the page."""
     found = []
-    for suffix, members in parts(runs):
-        curves = compare.styled(members)
+    for suffix, members, curves in parts(runs):
         found.append(panel_of("steps", curves, suffix, "step", compare.LOSS, "validation loss over steps", steps_of))
         for name in compare.shown(members):
             kind = PANELS[name]
@@ -282,7 +283,7 @@ def page_panels(runs):
 
 def page(name, command, jobs, runs, tables):
     """-> the page as text: the template with all that it shows inside."""
-    curves = [curve for _, members in parts(runs) for curve in compare.styled(members)]
+    curves = [curve for _, _, curves in parts(runs) for curve in curves]
     summaries = {str(run["folder"]): run["summary"] for run in runs}
 
     def said(key):

@@ -82,7 +82,7 @@ class Job:
     config: Config  # of the run; of a reading, as the run is read
     command: list[str]
     kind: str  # train, reading, finetune
-    origin: str | None = None  # the name of the run that it needs
+    origin: "Job | None" = None  # the run that it needs
     group: str = ""  # its name without seed and data set
     state: str = "unfinished"  # running, finished, "failed: why"
     options: Lengths | None = None  # of a reading
@@ -90,7 +90,7 @@ class Job:
     @property
     def touched(self):
         """-> the folders that it reads or writes."""
-        return {self.folder, self.folder.with_name(self.origin or self.folder.name)}
+        return {self.folder, (self.origin or self).folder}
 
 
 @contextlib.contextmanager
@@ -160,7 +160,7 @@ def train_job(study, out, study_name, choice, keys):
         config = load(words)
         if config.overwrite or config.stop_at:
             raise UserError("overwrite or stop_at in a config file", "leave them out: such runs would never be finished")
-        if config.dataset.startswith("task:"):
+        if config.has_answers:
             tasks.load(config.dataset, config.block_size)
         return Job(name, out / name, config, ["python", "train.py", *words], "train",
                    group=run_name([table for table in choice if not {"seed", "dataset"} & table.keys()], study_name))
@@ -178,7 +178,7 @@ def finetune_job(run, table):
     values |= {k: v for k, v in given.items() if k in TRAINING and k not in values} | {"out_dir": run.folder.with_name(name)}
     words = flags(values)
     config = build(Config, inherited(run.folder, parse(words, Config)[1], run.config))
-    return Job(name, run.folder.with_name(name), config, ["python", "train.py", *words], "finetune", run.name,
+    return Job(name, run.folder.with_name(name), config, ["python", "train.py", *words], "finetune", run,
                group=f"{run.group}+{table['name']}")
 
 
@@ -189,7 +189,7 @@ def reading_job(run, table):
         raise UserError(f"checkpoint = {table['checkpoint']}", "a study reads the best weights; for others use lengths.py")
     config = build(Config, with_changes(run.config, options.changes()))
     name = f"{run.name} ({', '.join(f'{key} = {text(value)}' for key, value in table.items()) or 'as trained'})"
-    return Job(name, run.folder, config, ["python", "lengths.py", str(run.folder), *flags(table)], "reading", run.name,
+    return Job(name, run.folder, config, ["python", "lengths.py", str(run.folder), *flags(table)], "reading", run,
                options=options)
 
 
@@ -237,7 +237,7 @@ class Different(UserError):
 def measured(job, summary):
     """Whether the curve of a reading is there, of the weights that its run ended with."""
     wanted = {"step": summary.get("best_step"), "checkpoint": "best", **json.loads(json.dumps(job.config.reading()))}
-    name = "accuracy.jsonl" if job.config.dataset.startswith("task:") else "lengths.jsonl"
+    name = "accuracy.jsonl" if job.config.has_answers else "lengths.jsonl"
     found = {record[logs.CURVES[name][0]] for record in logs.read(job.folder, name) if wanted.items() <= record.items()}
     return bool(found) and set(job.options.contexts or ()) <= found
 
@@ -358,7 +358,6 @@ class Runner:
 
     def __init__(self, jobs, processes):
         self.jobs, self.processes, self.progress = jobs, processes, Progress(jobs)
-        self.origins = {job.name: job for job in jobs if job.kind == "train"}
         self.running, self.held = [], {}  # each a Child; {name of a job that waits for its folder: until when}
 
     def work(self, stop):
@@ -396,7 +395,7 @@ class Runner:
 
     def possible(self, job):
         """Whether a job waits, has what it needs, and no other one writes where it reads or reads where it writes."""
-        if job.state != "unfinished" or (job.origin and self.origins[job.origin].state != "finished"):
+        if job.state != "unfinished" or (job.origin and job.origin.state != "finished"):
             return False
         return not any(job.folder in other.job.touched or other.job.folder in job.touched for other in self.running)
 
@@ -448,11 +447,10 @@ def conclude(out, name, jobs, command):
 
 def do(jobs, processes):
     """Do what is not done. -> the signal's exit code if one stopped it, or None."""
-    origins = {job.name: job for job in jobs if job.kind == "train"}
     for job in jobs:
         job.state = state(job)
-        if job.kind == "finetune" and job.state == "finished" and grows(origins[job.origin]):
-            raise Different(f"{job.folder}: began from {job.origin} before that was trained as far as the study says now",
+        if job.kind == "finetune" and job.state == "finished" and grows(job.origin):
+            raise Different(f"{job.folder}: began from {job.origin.name} before that was trained as far as the study says now",
                             "delete that folder, and it begins again when the other is finished")
     kinds = [job.kind for job in jobs]
     print(f"{kinds.count('train')} runs, {kinds.count('reading')} readings, {kinds.count('finetune')} fine-tunings, "

@@ -132,7 +132,7 @@ def test_every_combination_is_trained_read_and_fine_tuned_once(corpus, here, cap
     assert f"rope-1: {loss:.4f} validation loss, " in capsys.readouterr().out
     (folder, name, members, line), = here.reports
     assert (folder, name, line) == (Path("all"), "small", "python study.py small.toml --out_dir all")
-    assert [(m.name, m.kind, m.origin, m.state) for m in members] == [
+    assert [(m.name, m.kind, m.origin and m.origin.name, m.state) for m in members] == [
         *((f"{position}-{seed}", "train", None, "finished") for position in ("rope", "alibi") for seed in (1, 2)),
         *((f"rope-{seed}+yarn-64", "finetune", f"rope-{seed}", "finished") for seed in (1, 2))]
 
@@ -159,7 +159,7 @@ def test_the_command_of_each_run_is_one_that_a_person_can_copy(corpus, here):
         if job.kind == "train":
             assert config.load(words) == job.config and job.config.bias and job.config.out_dir == f"out/small/{job.name}"
         if job.kind == "finetune":
-            assert words[:2] == ["--init_from", f"out/small/{job.origin}"]
+            assert words[:2] == ["--init_from", f"out/small/{job.origin.name}"]
     assert next(job for job in jobs if job.options and job.options.contexts).command[-2:] == ["--contexts", "16,32"]
 
 
