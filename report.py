@@ -234,8 +234,8 @@ def draw(kind, curves, path):
         compare.draw_panel(axes, kind, curves)
     handles = [Line2D([], [], **curve.style, label=compare.shortened(curve.label)) for curve in curves]
     made.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.735, 0.93), frameon=False, fontsize=9)
-    compare.save(made, f"{path}.png", dpi=120)
-    compare.save(made, f"{path}.svg", metadata={"Date": None})
+    for ending, options in (("png", {"dpi": 120}), ("svg", {"metadata": {"Date": None}})):
+        compare.save(made, f"{path}.{ending}", bbox_inches="tight", **options)  # as wide as the longest label needs
 
 
 def number(value):
