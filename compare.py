@@ -44,23 +44,31 @@ def read_runs(folders):
 
 
 def latest(records, axis):
-    """-> {name of a scaling, "" for none: {record[axis]: record}}, of each scaling the curve that was measured last."""
+    """-> {name of a scaling, "" for none: {record[axis]: record}}, of each scaling the curve of the best weights that was
+    measured last; of a run that has not ended, that of the last."""
     curves = {}
     for record in records:
         points = curves.pop(logs.curve(record), {})
         curves[logs.curve(record)] = points | {record[axis]: record}  # the last measured comes last
     named = {}
-    for points in curves.values():
+    for points in sorted(curves.values(), key=lambda points: next(iter(points.values()))["checkpoint"] == "best"):
         record = next(iter(points.values()))  # all of a curve have one name
         named["" if record["scaling"] == "none" else logs.curve_name(record)] = points
     return named
 
 
+def seedless(name, seed):
+    """The name of a run without its seed, which ends it, or the part of it that says where a fine-tuned run began."""
+    return re.sub(rf"(^|-){seed}(?=\+|$)", "", name)
+
+
 def identity(config, free=("seed",)):
     """What two runs of one group have in common: all but the keys that may differ, and where and how they were run."""
     values = {k: v for k, v in config.model_dump().items() if k not in (*NEUTRAL, *free)}
-    if config.init_from:  # each seed from its own origin
-        values |= {"init_from": Path(config.init_from).name.removesuffix(f"-{config.seed}"), "tokenizer": None}
+    if config.init_from:  # each seed from its own origin, beside the run or elsewhere
+        origin = Path(config.init_from)
+        elsewhere = None if origin.parent == Path(config.out_dir or ".").parent else str(origin.parent)
+        values |= {"init_from": (elsewhere, seedless(origin.name, config.seed)), "tokenizer": None}
     return tuple(values.items())
 
 
@@ -71,9 +79,8 @@ def groups(runs):
         found[identity(run["config"])].append(run)
     named = []
     for members in found.values():
-        name, seed = members[0]["name"], members[0]["config"].seed
-        # The seed ends a name, or the part of it that says where a fine-tuned run began.
-        label = name if len(members) == 1 else re.sub(rf"(^|-){seed}(?=\+|$)", "", name)
+        name = members[0]["name"]
+        label = name if len(members) == 1 else seedless(name, members[0]["config"].seed)
         named.append((label or members[0]["config"].position, members))
     return named
 
@@ -97,10 +104,15 @@ def spread(values, digits=4):
     return mean if len(values) == 1 else f"{mean}±{deviation(values):.{digits}f}"
 
 
-def same_windows(runs):
-    """Whether the curves of all runs are over the same windows of the same ids."""
-    return len({(record.get("data"), run["config"].unit, len(record.get("window_losses", ())))
-                for run in runs for curve in run["lengths"].values() for record in curve.values()}) == 1
+def measured_over(run, record):
+    """What a point of a curve is a mean over, of which points must have the same to be compared: data, windows or problems."""
+    unit = None if run["config"].has_answers else run["config"].unit
+    return record.get("data"), unit, *(record.get(key) for key in ("windows", "problems", "count"))
+
+
+def alike(pairs):
+    """Whether the records of all (run, record) are over the same."""
+    return len({measured_over(run, record) for run, record in pairs}) < 2
 
 
 def paired(curves, bases, context):
@@ -134,18 +146,21 @@ def table(folders):
     rows = [["run", "encoding", "parameters", "final", "best", "bits/byte", "tokens/s",
              *(f"{PANELS[name].column} {x}" for name, x in columns)]]
     differences = [["difference, paired by window", "", *(f"at {c}" for c in contexts)]]
-    bases, comparable = None, same_windows(runs)
+    bases, comparable = None, alike([(run, r) for run in runs for curve in run["lengths"].values() for r in curve.values()])
     for name, members in groups(runs):
         name = counted(name, members)
         summaries = [run["summary"] for run in members]
+        if len({s["data_sha256"] for s in summaries if "data_sha256" in s}) > 1:  # a mean over different texts says nothing
+            summaries = [{}]
         speeds = [[r["tokens_per_second"] for r in run["log"] if "tokens_per_second" in r] for run in members]
         head = [members[0]["config"].position, spread([summaries[0].get("parameters")], 0),
                 spread([s.get("final_val_loss") for s in summaries]), spread([s.get("best_val_loss") for s in summaries]),
                 spread([s.get("best_val_bpb") for s in summaries]), spread([statistics.median(s) for s in speeds if s], 0)]
         for number, key in enumerate(keys(members)):
             curves = [run["lengths"].get(key, {}) for run in members]
-            cells = [spread([run[panel][key][x][PANELS[panel].value] for run in members if x in run[panel].get(key, ())], 3)
-                     for panel, x in columns]
+            points = [[(run, run[panel][key][x]) for run in members if x in run[panel].get(key, ())] for panel, x in columns]
+            cells = [spread([record[PANELS[panel].value] for _, record in pairs], 3) if alike(pairs) else "-"
+                     for (panel, _), pairs in zip(columns, points)]
             label = f"{name} {key}".strip()
             rows.append(([label, *head] if number == 0 else [f"  {key}", *[""] * 6]) + cells)
             if bases is None:
@@ -229,12 +244,15 @@ def styled(runs):
 
 
 def points(curve, name):
-    """A Curve in a panel -> the x that all its runs have, means of the value, and their spread; empty where there are none.
+    """A Curve in a panel -> the x that all its runs have, over the same, means of the value, and their spread; empty where
+    there are none.
 
     Over several seeds the spread is their standard deviation, for one run the standard error over windows.
     """
-    panel, found = PANELS[name], [records for _, records in curve.measured(name)]
-    xs = sorted(set.intersection(*map(set, found))) if found else []
+    panel, measured = PANELS[name], curve.measured(name)
+    found = [records for _, records in measured]
+    xs = [x for x in sorted(set.intersection(*map(set, found))) if alike((run, records[x]) for run, records in measured)] \
+        if found else []
     values = [[each[x][panel.value] for each in found] for x in xs]
     spreads = [deviation(each) if len(each) > 1 else found[0][x]["stderr"] for each, x in zip(values, xs)]
     return [x + panel.shift for x in xs], [statistics.fmean(each) for each in values], spreads
@@ -271,7 +289,7 @@ def draw_panel(axes, name, curves):
     if chance:
         axes.plot(*zip(*chance), color="grey", linestyle="--", linewidth=1)
         axes.annotate("chance", chance[-1], xytext=(-3, 3), textcoords="offset points", ha="right", fontsize=8, color="grey")
-    axes.set(xlabel=panel.x, ylabel=panel.y, title=panel.title)
+    axes.set(xlabel=panel.x, ylabel=panel.y, title=title(curves, name))
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     for length in trained:
@@ -281,12 +299,26 @@ def draw_panel(axes, name, curves):
     axes.grid(alpha=0.25)
 
 
+def drawn(curves, name):
+    """-> all (run, record) of these curves in a panel."""
+    return [(run, record) for curve in curves for run, found in curve.measured(name) for record in found.values()]
+
+
+def title(curves, name):
+    """-> the title of a panel, which says where points at one x are not over the same."""
+    panel, found = PANELS[name], defaultdict(list)
+    for run, record in drawn(curves, name):
+        found[record[panel.axis]].append((run, record))
+    if all(map(alike, found.values())):
+        return panel.title
+    return f"{panel.title.replace(' on the same targets', '')}, over different data: not comparable"
+
+
 def marks(curves, name):
-    """-> (where training ended on the x-axis of a panel, each once; [(x, chance)], empty where there is none)."""
-    records = [(run, record) for curve in curves for run, found in curve.measured(name) for record in found.values()]
-    axis, trained = PANELS[name].axis, PANELS[name].trained
-    return (sorted({trained(run, record) for run, record in records}),
-            sorted({(record[axis], record["chance"]) for _, record in records if "chance" in record}))
+    """-> (where training ended on the x-axis of a panel, each once; [(x, chance)], empty where there is none, or several)."""
+    records, axis, trained = drawn(curves, name), PANELS[name].axis, PANELS[name].trained
+    chance = sorted({(record[axis], record["chance"]) for _, record in records if "chance" in record})
+    return sorted({trained(run, record) for run, record in records}), chance if len(dict(chance)) == len(chance) else []
 
 
 def shown(runs):

@@ -427,6 +427,8 @@ def refuse_difference(path, before, now, free=NEUTRAL):
     """A run is continued only under its own config {key: value}; `free` keys may differ, and max_iters may grow."""
     for key in Config.model_fields:
         old, new = before.get(key), getattr(now, key)
+        if now.init_from and key in ("init_from", "tokenizer"):  # known by its name, wherever its folder lies now
+            old, new = Path(str(old)).name, Path(str(new)).name
         if key not in free and old != new and not (key == "max_iters" and isinstance(old, int) and new > old):
             raise UserError(f"{path}: holds a run with {key} = {old}, not {new}",
                             "give another --out_dir, or --overwrite to delete that run")

@@ -3,6 +3,7 @@
 What a function here has written is on the disk when it returns, and a process that is killed leaves the old file or the new
 one, and at most a file *.new beside it.
 """
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -34,6 +35,12 @@ def flush(folder):
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def file_digest(path):
+    """-> the sha256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Held(UserError):

@@ -278,21 +278,18 @@ def main(argv):
 
     read_config(folder)  # it is a run's folder
     with files.hold(folder):
-        return record(run.restore(folder, options.checkpoint, **options.changes()), options)
-
-
-def record(restored, options):
-    """Measure a restored model, and write what is found into its folder, which is held. -> exit code."""
-    data = load_data(restored.config)
-    if restored.data_sha256 and data.sha256 != restored.data_sha256:  # of imported weights nobody knows the text
-        raise UserError(f"dataset = {restored.config.dataset}: the text has changed since {restored.folder} was trained",
-                        "its curves would not be comparable; train again with --overwrite")
-    tracker = logs.TRACKERS[restored.trained.wandb](restored.folder, restored.trained)
-    tracker.open()
-    tracker.begin()
-    measure(restored.folder, restored.model, restored.step, options.checkpoint, data, tracker, options.contexts,
-            restored.trained)
-    tracker.finish({})
+        restored = run.restore(folder, options.checkpoint, **options.changes())
+        folder, data, trained = restored.folder, load_data(restored.config), restored.trained
+        if restored.data_sha256 and data.sha256 != restored.data_sha256:  # of imported weights nobody knows the text
+            raise UserError(f"dataset = {trained.dataset}: the text has changed since {folder} was trained",
+                            "its curves would not be comparable; train again with --overwrite")
+        tracker = logs.TRACKERS[trained.wandb](folder, trained)
+        tracker.open()
+        tracker.begin()
+        measure(folder, restored.model, restored.step, options.checkpoint, data, tracker, options.contexts, trained)
+        tracker.finish({})
+        run.session(folder, step=restored.step, checkpoint=options.checkpoint, **restored.config.reading(),
+                    contexts=options.contexts, data_sha256=data.sha256)
     return 0
 
 

@@ -82,6 +82,16 @@ def read(folder, name):
     return list(records.values())
 
 
+def read_sessions(folder):
+    """-> what programs have noted in sessions.jsonl of a run's folder; a line that is damaged does not count."""
+    path, found = Path(folder, "sessions.jsonl"), []
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            found += [record] if isinstance(record, dict) else []
+    return found
+
+
 def lines(records):
     return "".join(json.dumps(record) + "\n" for record in records).encode()
 

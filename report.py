@@ -25,7 +25,7 @@ import logs
 from compare import PANELS
 from options import UserError
 
-# Quantiles 0.975 of Student's t by degrees of freedom, from 1 on; beyond them, that of the normal distribution is near.
+# Quantiles 0.975 of Student's t by degrees of freedom, from 1 on; beyond them, the last is hardly too wide.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
            2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
 
@@ -35,7 +35,7 @@ def interval(differences):
     n = len(differences)
     if n < 2:
         return differences[0], math.nan
-    quantile = STUDENT[n - 2] if n - 2 < len(STUDENT) else 1.96
+    quantile = STUDENT[min(n, len(STUDENT) + 1) - 2]
     return statistics.fmean(differences), quantile * compare.deviation(differences) / math.sqrt(n)
 
 
@@ -76,13 +76,16 @@ def of_curve(panel, x):
     """The value of a curve at x."""
     def read(run, key):
         if record := run[panel].get(key, {}).get(x):
-            return record[PANELS[panel].value], (record.get("data"), run["config"].unit, record.get("windows"))
+            return record[PANELS[panel].value], compare.measured_over(run, record)
     return read
+
+
+LOSS = Column("validation loss", of_summary("best_val_loss"))
 
 
 def columns(curves):
     """-> the columns that these curves have numbers for."""
-    found = [Column("validation loss", of_summary("best_val_loss")), Column("bits/byte", of_summary("best_val_bpb")),
+    found = [LOSS, Column("bits/byte", of_summary("best_val_bpb")),
              Column("validation accuracy", of_summary("best_val_accuracy"))]
     for name, panel in PANELS.items():
         if panel.column:
@@ -111,16 +114,18 @@ RATES = ("learning_rate", "muon_learning_rate", "min_lr")
 
 def at_their_best(curves):
     """-> of curves that differ only in learning rates, the one of the lowest mean validation loss; none if no two do."""
+    def loss(curve):
+        return statistics.fmean(value for value, _ in LOSS.values(curve).values())
+
     found = {}
-    for curve in plain(curves):
+    for curve in (curve for curve in plain(curves) if len(LOSS.values(curve)) == len(curve.runs)):
         found.setdefault(compare.identity(curve.runs[0]["config"], ("seed", *RATES)), []).append(curve)
     # Where seeds are missing, a rate would be chosen by those that were kinder to it.
     comparable = [candidates for candidates in found.values()
                   if len({frozenset(run["config"].seed for run in curve.runs) for curve in candidates}) == 1]
     if not any(len(candidates) > 1 for candidates in comparable):
         return []
-    return [min(candidates, key=lambda curve: statistics.fmean(run["summary"].get("best_val_loss", math.inf)
-                                                               for run in curve.runs)) for candidates in comparable]
+    return [min(candidates, key=loss) for candidates in comparable]
 
 
 def tables(runs):
@@ -196,15 +201,20 @@ def table_csv(runs):
 
 def plain(curves):
     """The curves of trained models as they were trained, unless they were fine-tuned from others of them."""
-    return [curve for curve in curves if curve.trained and not curve.runs[0]["config"].init_from]
+    names = {run["name"] for curve in curves for run in curve.runs}
+    return [curve for curve in curves if curve.trained and origin(curve.runs[0]) not in names]
+
+
+def origin(run):
+    """-> the name of the run that a run began from, wherever their folders lie now; "" if there is none."""
+    return Path(run["config"].init_from or "").name
 
 
 def stretched(curves):
     """The curves of models that were read at other lengths or fine-tuned, zero-shot and after it, beside what they were."""
-    others = [curve for curve in curves if curve not in plain(curves)]
-    origins = {folder.resolve() for curve in others for run in curve.runs
-               for folder in (run["folder"], Path(run["config"].init_from or run["folder"]))}
-    return [curve for curve in curves if any(run["folder"].resolve() in origins for run in curve.runs)]
+    ordinary = plain(curves)
+    wanted = {name for curve in curves if curve not in ordinary for run in curve.runs for name in (run["name"], origin(run))}
+    return [curve for curve in curves if any(run["name"] in wanted for run in curve.runs)]
 
 
 def pictures(runs):
@@ -247,9 +257,10 @@ def steps_of(curve):
     """-> what compare.points gives, of the validation loss over steps."""
     if not curve.trained:
         return [], [], []
-    logged = [{r["step"]: {"loss": r["val_loss"], "stderr": r["val_stderr"]} for r in run["log"] if "val_loss" in r}
-              for run in curve.runs]
-    return compare.points(curve._replace(runs=[{"lengths": {curve.key: each}} for each in logged]), "lengths")
+    logged = [{r["step"]: {"loss": r["val_loss"], "stderr": r["val_stderr"], "windows": r.get("windows")}
+               for r in run["log"] if "val_loss" in r} for run in curve.runs]
+    runs = [{"config": run["config"], "lengths": {curve.key: each}} for run, each in zip(curve.runs, logged)]
+    return compare.points(curve._replace(runs=runs), "lengths")
 
 
 def panel_of(name, curves, suffix, x, y, title, points):
@@ -260,9 +271,9 @@ def panel_of(name, curves, suffix, x, y, title, points):
         xs, means, spreads = points(curve)
         if xs:
             drawn.append({"group": group(curve), "label": curve.label, "xs": xs, "mean": list(map(number, means)),
-                          "spread": list(map(number, spreads)), "runs": len(curve.runs)})
+                          "spread": list(map(number, spreads))})
     return {"id": f"{name}{suffix}", "title": title + suffix, "x": x, "y": y, "log": name in PANELS,
-            "trained": trained[0] if trained else None, "chance": chance or None, "curves": drawn}
+            "trained": trained, "chance": chance or None, "curves": drawn}
 
 
 def group(curve):
@@ -274,10 +285,10 @@ def page_panels(runs):
     """-> the panels of the page."""
     found = []
     for suffix, members, curves in parts(runs):
-        found.append(panel_of("steps", curves, suffix, "step", compare.LOSS, "validation loss over steps", steps_of))
+        found.append(panel_of("steps", plain(curves), suffix, "step", compare.LOSS, "validation loss over steps", steps_of))
         for name in compare.shown(members):
-            kind = PANELS[name]
-            found.append(panel_of(name, curves, suffix, kind.x, kind.y, kind.title, partial(compare.points, name=name)))
+            kind, points = PANELS[name], partial(compare.points, name=name)
+            found.append(panel_of(name, curves, suffix, kind.x, kind.y, compare.title(curves, name), points))
     return found
 
 
@@ -290,13 +301,15 @@ def page(name, command, jobs, runs, tables):
         return ", ".join(sorted({str(summary[key]) for summary in summaries.values() if summary.get(key)}))
 
     trained = {run["config"].block_size for run in runs if not run["config"].init_from}
+    groups = {run["folder"]: group(curve) for curve in curves if curve.trained for run in curve.runs}
     data = {
         "name": name, "command": command, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": said("git_commit"), "versions": ", ".join(f"{key} {said(key)}" for key in ("python", "torch", "numpy")),
         "trained": trained.pop() if len(trained) == 1 else None, "panels": page_panels(runs), "tables": tables,
-        "groups": [{"id": id, "label": id, "colour": colour}
+        "groups": [{"id": id, "colour": colour}
                    for id, colour in {group(curve): curve.style["color"] for curve in reversed(curves)}.items()][::-1],
-        "runs": [{"name": job.name, "group": job.group, "state": job.state, "command": shlex.join(job.command),
+        "runs": [{"name": job.name, "group": groups.get(job.folder, job.group), "state": job.state,
+                  "command": shlex.join(job.command),
                   "config": job.config.toml(),
                   "summary": [[key, str(value)] for key, value in summaries.get(str(job.folder), {}).items()]} for job in jobs]}
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
@@ -361,6 +374,8 @@ def write(folder, name, jobs, command):
     for job in (job for job in jobs if (job.folder / "config.toml").exists()):
         try:
             run = compare.read_run(job.folder) | {"group": job.group}
+            if not run["summary"]:  # what was measured on the way is of other weights than those of the finished ones
+                run |= {name: {} for name in PANELS}
             runs += [run] if run["log"] else []
         except UserError as error:
             print(f"not in the report: {error.problem}")

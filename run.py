@@ -61,6 +61,12 @@ def restore(folder, checkpoint="best", **changes):
     return Restored(folder, checkpoint, content["step"], trained, config, model, text, content["data_sha256"])
 
 
+def session(folder, **what):
+    """Note in sessions.jsonl what a program has begun or done in a run's folder, by which command and which versions."""
+    logs.append(folder, "sessions.jsonl", [{"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                                            "command": shlex.join(sys.argv), **what, **versions()}])
+
+
 TEXT = ("dataset", "tokenizer", "vocab_size", "init_from")  # what they come to is known by its hash, wherever it lies now
 
 
@@ -174,11 +180,13 @@ class Run:
 
     def load_weights(self, model):
         """Give a continued run its weights back, a new one the weights it begins from."""
+        self.begins_from = {}
         if self.state:
             fill(model, self.state["model"], self.origin)
         elif self.config.init_from:
             origin = Path(self.config.init_from) / "best.pt"
             fill(model, load(origin)["model"], origin)
+            self.begins_from = {"init_from_sha256": files.file_digest(origin)}
 
     def load_optimizers(self, optimizers):
         """Give the optimizers of a continued run their moments back."""
@@ -225,9 +233,7 @@ class Run:
         self.tracker.open()
         cut = [logs.keep(self.folder, name, lambda record: record["step"] <= self.step) for name in logs.IDENTITY]
         (self.folder / "summary.json").unlink(missing_ok=True)
-        logs.append(self.folder, "sessions.jsonl", [{
-            "step": self.step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "command": shlex.join(sys.argv),
-            **self.resolved, **versions(), "data_sha256": self.data_sha256}])
+        session(self.folder, step=self.step, **self.begins_from, **self.resolved, data_sha256=self.data_sha256)
         self.tracker.begin(any(cut))
 
     def log(self, record):

@@ -29,7 +29,8 @@ from tqdm import tqdm
 import files
 import logs
 import tasks
-from config import NAMES, NEUTRAL, Auto, Config, fields, inherited, load, read_config, refuse_difference, with_changes
+from config import NAMES, Auto, Config, fields, inherited, load, read_config, refuse_difference, with_changes
+from data.sources import refuse_unknown
 from lengths import Lengths
 from options import Options, UserError, build, command, helped, parse, read_toml
 from train import Stop
@@ -46,7 +47,9 @@ TRAINING = [key for key in GIVEN if key in NAMES[NAMES.index("init_from") + 1:]]
 Given = create_model("Given", __base__=Options, **fields(GIVEN, optional=True))
 Named = create_model("Named", __base__=Options, name=(str, Field(
     pattern=r"^[\w=-][\w.=-]{0,59}$", description="up to 60 letters, digits and any of . _ = -, no . as the first")))
-Finetune = create_model("Finetune", __base__=Named, **fields([key for key in GIVEN if key != "init_from"], optional=True))
+# What begins from a run has its seed, and is compared with it.
+Finetune = create_model("Finetune", __base__=Named, **fields([key for key in GIVEN if key not in ("init_from", "seed")],
+                                                             optional=True))
 
 
 class Flags(Options):
@@ -133,14 +136,27 @@ def run_name(choice, study_name):
     return re.sub(r"[^\w.=+-]", "_", name)
 
 
+def checked(table):
+    """A choice of keys as the config has them: a seed of 1.0 is 1."""
+    build(Named, {"name": table.get("name", "-")})
+    keys = {key: value for key, value in table.items() if key != "name"}
+    return table | build(Given, keys).model_dump(include=set(keys))
+
+
+def available(config):
+    """UserError where the data set of a run is not there, or a task that does not fit."""
+    if config.has_answers:
+        tasks.load(config.dataset, config.block_size)
+    else:
+        refuse_unknown(config.dataset)
+
+
 def combinations(cross):
     """{axis: values} -> ([{key: value} of each axis], {key: value} of all) of every combination, the last axis first."""
-    axes = [[value if isinstance(value, dict) else {axis: value} for value in values] for axis, values in cross.items()]
     if empty := [axis for axis, values in cross.items() if not values]:
         raise UserError(f"{empty[0]} = []", "give one value or more")
-    for table in itertools.chain(*axes):
-        build(Named, {"name": table.get("name", "-")})
-        build(Given, {key: value for key, value in table.items() if key != "name"})
+    axes = [[checked(value if isinstance(value, dict) else {axis: value}) for value in values]
+            for axis, values in cross.items()]
     for choice in itertools.product(*axes):
         given = [(key, value) for table in choice for key, value in table.items() if key != "name"]
         if len(dict(given)) < len(given):
@@ -160,10 +176,10 @@ def train_job(study, out, study_name, choice, keys):
         config = load(words)
         if config.overwrite or config.stop_at:
             raise UserError("overwrite or stop_at in a config file", "leave them out: such runs would never be finished")
-        if config.has_answers:
-            tasks.load(config.dataset, config.block_size)
+        available(config)
+        kept = [{k: v for k, v in table.items() if k not in ("seed", "dataset")} for table in choice]
         return Job(name, out / name, config, ["python", "train.py", *words], "train",
-                   group=run_name([table for table in choice if not {"seed", "dataset"} & table.keys()], study_name))
+                   group=run_name([table for table in kept if table.keys() - {"name"}], study_name))
 
 
 def finetune_job(run, table):
@@ -178,6 +194,7 @@ def finetune_job(run, table):
     values |= {k: v for k, v in given.items() if k in TRAINING and k not in values} | {"out_dir": run.folder.with_name(name)}
     words = flags(values)
     config = build(Config, inherited(run.folder, parse(words, Config)[1], run.config))
+    available(config)
     return Job(name, run.folder.with_name(name), config, ["python", "train.py", *words], "finetune", run,
                group=f"{run.group}+{table['name']}")
 
@@ -235,28 +252,37 @@ class Different(UserError):
 
 
 def measured(job, summary):
-    """Whether the curve of a reading is there, of the weights that its run ended with."""
-    wanted = {"step": summary.get("best_step"), "checkpoint": "best", **json.loads(json.dumps(job.config.reading()))}
-    name = "accuracy.jsonl" if job.config.has_answers else "lengths.jsonl"
-    found = {record[logs.CURVES[name][0]] for record in logs.read(job.folder, name) if wanted.items() <= record.items()}
-    return bool(found) and set(job.options.contexts or ()) <= found
+    """Whether a reading has been made, of the weights that its run ended with."""
+    wanted = {"step": summary.get("best_step"), "checkpoint": "best", "contexts": job.options.contexts, **job.config.reading()}
+    wanted = json.loads(json.dumps(wanted)).items()
+    return any(wanted <= session.items() for session in logs.read_sessions(job.folder))
+
+
+def refuse_stale(job):
+    """UserError where a fine-tuning began from other weights than its origin has now."""
+    began = [session["init_from_sha256"] for session in logs.read_sessions(job.folder) if "init_from_sha256" in session]
+    origin = job.origin.folder / "best.pt"
+    if began and origin.exists() and began[-1] != files.file_digest(origin):
+        raise UserError(f"began from other weights than {job.origin.name} has now",
+                        f"delete {job.folder}, and it begins again")
 
 
 def finished(job):
-    """Whether a job has been done. UserError if its folder holds another run."""
+    """Whether a job has been done. UserError if its folder holds another run, or one that began from what is no more."""
     summary = logs.read_summary(job.folder)
     whole = summary.get("max_iters") == job.config.max_iters
     if job.kind == "reading":
         return whole and measured(job, summary)
-    if (there := (job.folder / "config.toml").exists()):
-        before = read_config(job.folder).model_dump()
-        # Where a run began from is known by its name, wherever the study's folder lies now.
-        free = (*NEUTRAL, "init_from", "tokenizer") if job.origin else NEUTRAL
-        try:
-            refuse_difference(job.folder, before, job.config, free)
-        except UserError as error:
-            raise Different(error.problem, "give the study another out_dir, or delete that folder") from None
-    return there and whole
+    if not (job.folder / "config.toml").exists():
+        return False
+    before = read_config(job.folder).model_dump()
+    try:
+        refuse_difference(job.folder, before, job.config)
+    except UserError as error:
+        raise Different(error.problem, "give the study another out_dir, or delete that folder") from None
+    if job.origin:
+        refuse_stale(job)
+    return whole
 
 
 def state(job):
@@ -266,7 +292,7 @@ def state(job):
     except Different:
         raise
     except UserError as error:
-        return f"failed: {error.problem}"
+        return f"failed: {error.problem}; {error.advice}"
 
 
 def reached(folder):
@@ -276,11 +302,6 @@ def reached(folder):
         for step, loss in re.findall(rb'"step": (\d+),.*"train_loss": ([^,}]+).*\n', file.read())[-1:]:
             return int(step), float(loss)
     return 0, math.nan
-
-
-def grows(job):
-    """Whether a run that is there is to be trained further than it was."""
-    return (job.folder / "config.toml").exists() and read_config(job.folder).max_iters < job.config.max_iters
 
 
 class Progress:
@@ -345,8 +366,8 @@ class Child:
     def outcome(self, stopping):
         """-> the state of the job now that its process has ended."""
         code = self.process.returncode
-        if code == 0 and (self.job.kind == "reading" or finished(self.job)):
-            return "finished"
+        if code == 0 and (found := state(self.job)) != "unfinished":
+            return found
         if stopping and code in (128 + signal.SIGTERM, -signal.SIGTERM):
             return "unfinished"
         error = max((i for i, line in enumerate(self.lines) if line.startswith("error: ")), default=-1)
@@ -386,8 +407,8 @@ class Runner:
         before = len(self.running)
         for job in self.jobs:
             if len(self.running) < self.processes and not stop.code and self.possible(job) and self.free(job):
-                # A reading may have been done for a run that was stopped in its last seconds.
-                job.state = state(job) if job.kind == "reading" else "unfinished"
+                if job.origin:  # it may have been done for a run that was stopped in its last seconds, or for other weights
+                    job.state = state(job)
                 if job.state == "unfinished":
                     job.state = "running"
                     self.running.append(Child(job))
@@ -449,9 +470,8 @@ def do(jobs, processes):
     """Do what is not done. -> the signal's exit code if one stopped it, or None."""
     for job in jobs:
         job.state = state(job)
-        if job.kind == "finetune" and job.state == "finished" and grows(job.origin):
-            raise Different(f"{job.folder}: began from {job.origin.name} before that was trained as far as the study says now",
-                            "delete that folder, and it begins again when the other is finished")
+        if job.origin and job.origin.state != "finished":
+            job.state = "unfinished"  # until that is, whatever is there
     kinds = [job.kind for job in jobs]
     print(f"{kinds.count('train')} runs, {kinds.count('reading')} readings, {kinds.count('finetune')} fine-tunings, "
           f"{sum(job.state == 'finished' for job in jobs)} of these finished", flush=True)
@@ -470,7 +490,8 @@ def refuse_folder(out):
     """UserError where the study's files would lie among others."""
     if (out / "config.toml").exists():
         raise UserError(f"{out}: a run's folder", "give the study a folder of its own, with --out_dir")
-    if out.resolve() == HERE or (out.is_dir() and not (out / ".lock").exists() and any(p.is_file() for p in out.iterdir())):
+    foreign = out.is_dir() and not (out / ".lock").exists() and any(path.is_file() for path in out.iterdir())
+    if foreign or os.path.realpath(out) == str(HERE):  # that of pathlib raises for links in a circle
         raise UserError(f"{out}: holds other files", "give the study a folder of its own, with --out_dir")
 
 
@@ -489,12 +510,12 @@ def main(argv):
     out.mkdir(parents=True, exist_ok=True)
     with files.hold(out):
         code = do(jobs, at_once(jobs) if study.processes == "auto" else study.processes)
+        if code:
+            print(f"{out}: stopped; what was begun is saved, and the same command goes on from here")
+        if failed := [f"{job.name}: {job.state}" for job in jobs if job.state.startswith("failed")]:
+            print("\n".join([f"{len(failed)} failed; the same command tries again:", *failed]))
         conclude(out, name, jobs, shlex.join(["python", "study.py", *argv]))
-    if code:
-        print(f"{out}: stopped; what was begun is saved, and the same command goes on from here")
-    if failed := [f"{job.name}: {job.state}" for job in jobs if job.state.startswith("failed")]:
-        print("\n".join([f"{len(failed)} failed; the same command tries again:", *failed]))
-    elif study.publish and not code:
+    if study.publish and not code and not failed:
         import report
 
         print(report.publish(name, [job for job in jobs if job.kind != "reading"]))

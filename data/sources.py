@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from files import file_digest
 from options import UserError, nearest
 
 VALIDATION = 0.1
@@ -112,11 +113,6 @@ def cut(texts, size):
 
     before = first()
     return before, second(before)
-
-
-def file_digest(path):
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def text_digest(path):
@@ -319,6 +315,16 @@ def stream_source(name, count, raw):
     return lines_source(path.stem, path)
 
 
+def refuse_unknown(dataset):
+    """UserError where a data set is no name that is known here, and no file or folder."""
+    path = Path(os.path.expanduser(dataset))  # that of pathlib raises for users that are not there
+    if dataset in NAMES or dataset.partition(":")[0] in STREAMS or os.path.exists(path):
+        return
+    # A path is not a name misspelled.
+    advice = "give the path of a UTF-8 file or folder" if len(path.parts) > 1 or path.suffix else nearest(dataset, NAMES)
+    raise UserError(f"dataset = {dataset}: no such name, file or folder", advice)
+
+
 def find(dataset, raw):
     """-> the Source that a name or path means; what must be downloaded goes to the folder `raw`."""
     if dataset == "stdlib":
@@ -330,11 +336,8 @@ def find(dataset, raw):
         raise UserError(f"dataset = {dataset}: made while it is trained on", "it needs no preparation")
     if name in STREAMS:
         return stream_source(name, count or str(DOCUMENTS), raw)
-    path = Path(os.path.expanduser(dataset))  # that of pathlib raises for users that are not there
+    refuse_unknown(dataset)
+    path = Path(os.path.expanduser(dataset))
     if path.is_file():
         return file_source(path.stem, path, file_digest(path))
-    if path.is_dir():
-        return folder_source(path.resolve().name, path)
-    # A path is not a name misspelled.
-    advice = "give the path of a UTF-8 file or folder" if len(path.parts) > 1 or path.suffix else nearest(dataset, NAMES)
-    raise UserError(f"dataset = {dataset}: no such name, file or folder", advice)
+    return folder_source(path.resolve().name, path)

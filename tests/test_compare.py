@@ -86,7 +86,7 @@ def test_keys_that_compute_nothing_do_not_keep_runs_apart(key, value, make):
 
 def curves_over(losses, folder, digest="same"):
     """Give a run a curve whose windows have these losses."""
-    record = curve(16, sum(losses) / len(losses)) | {"window_losses": losses, "data": digest}
+    record = curve(16, sum(losses) / len(losses)) | {"window_losses": losses, "windows": len(losses), "data": digest}
     logs.append(folder, "lengths.jsonl", [record])
     return folder
 
@@ -136,6 +136,58 @@ def test_of_each_scaling_the_curve_measured_last_is_shown():
     shown = compare.latest([*early, curve(16, 2.0), curve(32, 2.1)], "context")
     assert {name: {c: r["loss"] for c, r in curves.items()} for name, curves in shown.items()} == {
         "": {16: 2.0, 32: 2.1}, "yarn-auto": {16: 7.0}}
+
+
+def test_the_best_weights_are_shown_whatever_was_measured_after_them():
+    shown = compare.latest([curve(16, 1.0), curve(16, 2.0, checkpoint="last")], "context")
+    assert shown[""][16]["loss"] == 1.0
+    assert compare.latest([curve(16, 2.0, checkpoint="last")], "context")[""][16]["loss"] == 2.0
+
+
+@pytest.mark.parametrize("key, value", [("data", "other"), ("windows", 7), ("block_size", 64)])
+def test_what_is_over_other_data_has_no_mean_and_says_so_in_the_picture(make, key, value):
+    more = {key: value} if key == "block_size" else {}
+    folders = [make("rope-1", seed=1, contexts=()), make("rope-2", seed=2, contexts=(), **more)]
+    logs.append(folders[0], "lengths.jsonl", [curve(16, 2.0) | {"windows": 3}])
+    logs.append(folders[1], "lengths.jsonl", [curve(16, 4.0) | {"windows": 3} | ({} if more else {key: value})])
+    curves = compare.styled(compare.read_runs(folders))
+    assert compare.title(curves, "lengths").endswith("by context, over different data: not comparable")
+    if more:
+        return  # runs of other lengths are no group
+    assert compare.points(curves[0], "lengths") == ([], [], []) and "3.000" not in compare.table(folders)
+    logs.put(folders[1], "lengths.jsonl", [curve(16, 4.0) | {"windows": 3}], lambda record: True)
+    curves = compare.styled(compare.read_runs(folders))
+    assert compare.title(curves, "lengths") == compare.PANELS["lengths"].title
+    assert compare.points(curves[0], "lengths")[:2] == ([16], [3.0]) and "3.000" in compare.table(folders)
+
+
+def test_losses_on_texts_that_differ_have_no_mean(make):
+    folders = [make(f"rope-{seed}", seed=seed) for seed in (1, 2)]
+    for folder, digest in zip(folders, "ab"):
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        (folder / "summary.json").write_text(json.dumps(summary | {"data_sha256": digest}), encoding="utf-8")
+    line = compare.table(folders).splitlines()[1]
+    assert line.startswith("rope (2 runs)") and line.split()[4:8] == ["-", "-", "-", "-"] and "2.160" in line
+
+
+def test_fine_tuned_runs_are_one_group_if_their_origins_are(make, tmp_path):
+    def tuned(name, origin, seed):
+        return make(name, seed=seed, init_from=str(origin), out_dir=str(tmp_path / name))
+
+    folders = [tuned(f"{seed}+x", tmp_path / str(seed), seed) for seed in (1, 2)]
+    folders += [tuned(f"{place}-rope-1+x", tmp_path / place / "rope-1", 1) for place in "AB"]
+    assert [(name, len(members)) for name, members in compare.groups(compare.read_runs(folders))] == [
+        ("+x", 2), ("A-rope-1+x", 1), ("B-rope-1+x", 1)]
+
+
+def test_two_chances_at_one_length_are_no_line(make):
+    folders = [make(f"{task}-1", contexts=(), dataset=f"task:{task}") for task in ("copy", "sort")]
+    for folder, chance in zip(folders, (0.1, 0.2)):
+        (folder / "lengths.jsonl").unlink(missing_ok=True)
+        record = curve(16, 2.0) | {"trained": 8, "accuracy": 0.5}
+        logs.append(folder, "accuracy.jsonl", [record | {"length": n, "chance": chance / n} for n in (4, 8)])
+    curves = compare.styled(compare.read_runs(folders))
+    assert compare.marks(curves, "accuracy") == ([8], []) and len(compare.marks(curves[:1], "accuracy")[1]) == 2
 
 
 def test_one_context_measured_again_keeps_the_others(tmp_path):

@@ -165,6 +165,37 @@ def test_each_is_also_compared_at_its_best_learning_rate(make):
     assert not any("best" in t["title"] for t in report.tables(read(jobs[:2])))
 
 
+def test_a_rate_is_not_best_because_seeds_are_missing_or_numbers_wrong(make):
+    jobs = [make(f"rope-{rate}", seed, loss + seed / 10, learning_rate=rate)
+            for rate, loss, seeds in ((0.01, 2.0, (1, 2, 3)), (0.02, 2.05, (1, 2))) for seed in seeds]
+    assert not any("best" in t["title"] for t in report.tables(read(jobs)))
+    jobs.append(make("rope-0.02", 3, 2.35, learning_rate=0.02))
+    assert list(table(report.tables(read(jobs)), "Results, each at its best learning rate")) == ["rope-0.01"]
+    summary = json.loads((jobs[0].folder / "summary.json").read_text(encoding="utf-8"))
+    (jobs[0].folder / "summary.json").write_text(json.dumps(summary | {"best_val_loss": "x"}), encoding="utf-8")
+    assert not any("best" in t["title"] for t in report.tables(read(jobs)))
+
+
+@pytest.mark.parametrize("key", ["windows", "problems"])
+def test_numbers_over_more_or_fewer_are_not_subtracted(make, key):
+    task = key == "problems"
+    jobs = [make(f"{p}-x", 1, 2.0, position=p, **({"dataset": "task:copy"} if task else {})) for p in ("rope", "alibi")]
+    name, column = ("accuracy.jsonl", "right at 8") if task else ("lengths.jsonl", "at 32")
+    for numbers, cell in (((16, 16), "+0.000, one pair"), ((16, 64), "-")):
+        for job, n in zip(jobs, numbers):
+            logs.put(job.folder, name, [r | {key: n} for r in logs.read(job.folder, name)], lambda record: True)
+        assert table(report.tables(read(jobs)), "Difference to rope-x-1")["alibi-x-1"][column] == cell
+
+
+def test_what_unfinished_runs_have_measured_on_the_way_is_in_no_picture(make, tmp_path):
+    jobs = [make("rope", seed, 2.0) for seed in (1, 2)]
+    (jobs[1].folder / "summary.json").unlink()
+    report.write(tmp_path, "positions", jobs, "x")
+    panels = {panel["id"]: panel for panel in shown(tmp_path)["panels"]}
+    assert panels["lengths"]["curves"][0]["mean"] == pytest.approx([2.16, 2.32, 2.64])
+    assert panels["lengths"]["curves"][0]["spread"] == pytest.approx([0.01] * 3)  # of one run: over windows
+
+
 def test_data_sets_are_not_compared_with_each_other(make, tmp_path):
     jobs = [make("copy-rope", 1, 2.0, dataset="task:copy"), make("sort-rope", 1, 3.0, dataset="task:sort")]
     made = report.tables(read(jobs))
@@ -176,7 +207,7 @@ def test_data_sets_are_not_compared_with_each_other(make, tmp_path):
     assert [g["id"] for g in page["groups"]] == ["rope"]
     accuracy = [p for p in page["panels"] if p["id"].startswith("accuracy")]
     assert [p["chance"] for p in accuracy] == [[[4, 0.25], [8, 0.125], [16, 0.0625]]] * 2
-    assert [p["trained"] for p in accuracy] == [8, 8] and [p["curves"][0]["mean"][1] for p in accuracy] == [0.25, 0.375]
+    assert [p["trained"] for p in accuracy] == [[8], [8]] and [p["curves"][0]["mean"][1] for p in accuracy] == [0.25, 0.375]
 
 
 def shown(folder):
@@ -203,7 +234,7 @@ def test_files_hold_the_numbers_of_the_run_folders(make, tmp_path):
     panel = next(p for p in page["panels"] if p["id"] == "lengths")
     curve = next(c for c in panel["curves"] if c["label"] == "rope")
     assert curve["xs"] == [16, 32, 64] and curve["mean"] == pytest.approx([2.36, 2.52, 2.84])
-    assert curve["spread"] == pytest.approx([0.1] * 3) and curve["runs"] == 3 and panel["trained"] == 32
+    assert curve["spread"] == pytest.approx([0.1] * 3) and panel["trained"] == [32]
     assert [c["label"] for c in page["panels"][0]["curves"]] == ["rope", "alibi"]
     assert page["runs"][0]["command"] == "python train.py --prompt 'a b'" and page["runs"][-1]["state"] == "failed: <script>"
     assert "failed: <script>" not in (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -223,6 +254,17 @@ def test_fine_tuned_runs_stand_beside_what_they_began_from(make):
     drawn = report.pictures(read(jobs))
     assert [label for label, *_ in drawn["lengths-scalings"][1]] == ["rope", "rope+longer"]
     assert [label for label, *_ in drawn["lengths"][1]] == ["rope", "none-1"]
+    drawn = report.pictures(read(jobs[-2:]))  # from what is not in the study
+    assert [label for label, *_ in drawn["lengths"][1]] == ["rope+longer"] and "lengths-scalings" not in drawn
+
+
+def test_every_run_of_the_page_has_the_colour_of_its_curve(make, tmp_path):
+    jobs = [make("rope", 1, 2.0), make("scaled", 1, 2.1, rope_scaling="linear", rope_factor=2.0)]
+    for r in (r | {"scaling": "linear", "factor": 2.0} for r in logs.read(jobs[1].folder, "lengths.jsonl")):
+        logs.put(jobs[1].folder, "lengths.jsonl", [r], lambda record: record["scaling"] == "none")
+    report.write(tmp_path, "positions", jobs, "x")
+    page = shown(tmp_path)
+    assert {run["group"] for run in page["runs"]} <= {group["id"] for group in page["groups"]}
 
 
 def test_numbers_over_different_data_have_no_mean(make):

@@ -23,28 +23,28 @@ DATA = {
     "commit": "abc123", "versions": "torch 2.13.0, python 3.11.7", "trained": 256,
     "panels": [
         {"id": "context", "title": "loss by context", "x": "context (tokens)", "y": "loss (nats per token)", "log": True,
-         "trained": 256, "chance": None, "curves": [
+         "trained": [256], "chance": None, "curves": [
              {"group": "rope", "label": "rope", "xs": [64, 256, 1024, 4096], "mean": [3.5, 3.4541, 6.25, 9.0],
-              "spread": [0.01, 0.0123, 0.5, 1.0], "runs": 3},
+              "spread": [0.01, 0.0123, 0.5, 1.0]},
              {"group": "learned", "label": "learned", "xs": [64, 256, 1024, 4096], "mean": [3.6, 3.5, None, None],
-              "spread": [0.01, 0.02, None, None], "runs": 3},
+              "spread": [0.01, 0.02, None, None]},
              {"group": EVIL, "label": EVIL, "xs": [64, 256, 1024, 4096], "mean": [3.55, None, 3.52, 3.51],
-              "spread": None, "runs": 1}]},
-        {"id": "copy", "title": "accuracy of copying", "x": "length", "y": "accuracy", "log": True, "trained": 32,
+              "spread": None}]},
+        {"id": "copy", "title": "accuracy of copying", "x": "length", "y": "accuracy", "log": True, "trained": [32],
          "chance": [[8, 0.5], [128, 0.5]], "curves": [
-             {"group": "rope", "label": "rope", "xs": [8, 32, 128], "mean": [1.0, 0.99, 0.6], "spread": None, "runs": 1},
+             {"group": "rope", "label": "rope", "xs": [8, 32, 128], "mean": [1.0, 0.99, 0.6], "spread": None},
              {"group": "learned", "label": "learned", "xs": [8, 32, 128], "mean": [None, None, None],
-              "spread": [None, None, None], "runs": 2}]},
-        {"id": "steps", "title": "loss by step", "x": "step", "y": "loss (nats per token)", "log": False, "trained": None,
+              "spread": [None, None, None]}]},
+        {"id": "steps", "title": "loss by step", "x": "step", "y": "loss (nats per token)", "log": False, "trained": [],
          "chance": None, "curves": [
-             {"group": "rope", "label": "rope", "xs": [0, 100, 200], "mean": [9.0, 4.0, 3.5], "spread": None, "runs": 1},
+             {"group": "rope", "label": "rope", "xs": [0, 100, 200], "mean": [9.0, 4.0, 3.5], "spread": None},
              {"group": "learned", "label": "learned", "xs": [0, 100, 200], "mean": [5.0, 4.5, 4.0],
-              "spread": None, "runs": 1}]},
-        {"id": "empty", "title": "nothing measured", "x": "step", "y": "loss", "log": True, "trained": None, "chance": None,
+              "spread": None}]},
+        {"id": "empty", "title": "nothing measured", "x": "step", "y": "loss", "log": True, "trained": [], "chance": None,
          "curves": []},
     ],
-    "groups": [{"id": "rope", "label": "rope", "colour": "#0072B2"}, {"id": "learned", "label": "learned", "colour": "#D55E00"},
-               {"id": EVIL, "label": EVIL, "colour": "#000000"}],
+    "groups": [{"id": "rope", "colour": "#0072B2"}, {"id": "learned", "colour": "#D55E00"},
+               {"id": EVIL, "colour": "#000000"}],
     "tables": [{"title": "losses", "note": f"Means. {EVIL}", "columns": ["encoding", *(f"at {2**n}" for n in range(6, 16))],
                 "rows": [["rope", *["3.454±0.010"] * 10], [EVIL, *["-"] * 10]]}],
     "runs": [{"name": "rope-1", "group": "rope", "state": "finished", "command": COMMAND, "config": CONFIG,
@@ -192,6 +192,33 @@ def test_no_choice_of_axis_where_nothing_has_a_training_length(visit):
     assert visit(data).get_by_role("button", name="multiples").count() == 0
 
 
+def test_of_several_training_lengths_each_has_its_line_and_multiples_are_of_the_first(visit):
+    data = copy.deepcopy(DATA)
+    data["panels"][0]["trained"] = [256, 1024]
+    page = visit(data)
+    page.get_by_role("button", name="multiples").click()
+    assert "trained at 256, 1,024" in plot(page, "context").locator("text").all_text_contents()
+    lines, places = ([node.get_attribute(key) for node in plot(page, "context").locator(f".{name}").all()]
+                     for name, key in (("trained", "x1"), ("x-tick", "x")))
+    places = dict(zip(ticks(page, "context", "x"), places))
+    assert lines == [places["1×"], places["4×"]]
+
+
+def test_curves_are_switched_where_the_page_has_no_address_of_its_own(visit):
+    page = visit()
+    page.evaluate("void (history.replaceState = () => { throw new DOMException('', 'SecurityError'); })")  # as in a frame
+    toggle(page, "rope").click()
+    assert drawn(page, "rope") == []
+
+
+def test_keys_of_the_browser_are_left_to_it(visit):
+    page = visit()
+    left_alone = """([key, altKey]) => document.querySelector(".plot").dispatchEvent(
+        new KeyboardEvent("keydown", {key, altKey, cancelable: true}))"""
+    assert page.evaluate(left_alone, ["ArrowLeft", True]) and page.evaluate(left_alone, ["Escape", False])
+    assert not page.evaluate(left_alone, ["ArrowLeft", False]) and not page.evaluate(left_alone, ["Escape", False])
+
+
 def test_the_pointer_reads_the_nearest_values(visit):
     page = visit()
     assert box(page, "context") is None
@@ -290,7 +317,7 @@ def test_a_link_reproduces_the_view(visit):
 
 def test_a_phone_scrolls_no_page_sideways(visit):
     data, long = copy.deepcopy(DATA), "z" * 200
-    data |= {"name": long, "command": long, "versions": long, "groups": [*DATA["groups"], {**DATA["groups"][0], "label": long}]}
+    data |= {"name": long, "command": long, "versions": long, "groups": [*DATA["groups"], {**DATA["groups"][0], "id": long}]}
     data["runs"][1] |= {"name": long, "state": f"failed: {long}", "summary": [[long, long]]}
     data["panels"][0] |= {"title": long, "x": long, "y": long}
     data["tables"][0] |= {"title": long, "note": long}
@@ -363,7 +390,7 @@ def test_long_axes_keep_apart_labels(visit):
     data = copy.deepcopy(DATA)
     xs = [2**n for n in range(17)]
     data["panels"][0]["curves"] = [{"group": "rope", "label": "rope", "xs": xs, "mean": [2.0 + 1e-4 * x for x in xs],
-                                    "spread": None, "runs": 1}]
+                                    "spread": None}]
     page = visit(data, viewport={"width": 390, "height": 844})
     for choice in ("absolute", "multiples"):
         page.get_by_role("button", name=choice).click()

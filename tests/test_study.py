@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -144,8 +145,7 @@ def test_every_combination_is_trained_read_and_fine_tuned_once(corpus, here, cap
     assert study.main(given) == 0
     assert [Path(words[1]).stem for words in here.started[8:]] == ["train"] and contents(Path("all/rope-2")) == before
 
-    write(keys(corpus, max_iters=12), CROSS)
-    with pytest.raises(UserError) as refused:  # of another length than at first
+    with pytest.raises(UserError) as refused:
         study.main([write(keys(corpus, batch_size=2), CROSS), "--out_dir", "all"])
     assert "holds a run with batch_size = 4, not 2" in str(refused.value) and len(here.started) == 9
 
@@ -172,16 +172,18 @@ def test_the_command_of_each_run_is_one_that_a_person_can_copy(corpus, here):
     ('seed = [2]\nposition = ["rope"]\nrate = [{name = "low", learning_rate = 0.003}, {name = "as-is"}]\n',
      ["rope-low-2", "rope-as-is-2"]),
     ('bias = [true, false]', ["bias=true", "bias=false"]),
-    ('seed = [5]', ["5"]),
+    ('seed = [5]', ["5"]), ('seed = [1.0, 2.0]', ["1", "2"]),
     ('dataset = ["some/where/a text.txt"]\nseed = [1]', ["dataset=a_text.txt-1"]),
     ('', ["small"]),
 ])
 def test_runs_are_named_after_what_is_crossed(here, cross, names):
+    Path("some/where").mkdir(parents=True)
+    Path("some/where/a text.txt").touch()
     assert [job.name for job in planned(f"[cross]\n{cross}\n")] == names
 
 
 def test_a_name_is_never_too_long_for_a_file_system(here):
-    job, = planned(f'[cross]\ndataset = ["{"x" * 300}"]\nseed = [1]\n')
+    job, = planned(f'[cross]\nwandb_project = ["{"x" * 300}"]\nseed = [1]\n')
     assert len(job.name) < 100 and job.name.endswith("-1")
 
 
@@ -267,15 +269,18 @@ def test_a_run_waits_for_a_process_that_still_holds_its_folder(corpus, here, mon
 
 def test_no_two_processes_meet_in_a_folder(here, monkeypatch):
     """Many at once, but of one origin a reading is alone."""
-    monkeypatch.setattr(study, "finished", lambda job: job.kind != "reading" and Path(job.folder, "done").exists())
+    monkeypatch.setattr(study, "finished", lambda job: job.name in done if job.kind == "reading" else
+                        Path(job.folder, "done").exists())
     monkeypatch.setattr(study, "time", SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic))
-    most, living = [], []
+    most, living, done = [], [], set()
 
     class Watched(Started):
         def __init__(self, words, **how):
             folder = words[words.index("--out_dir") + 1] if "--out_dir" in words else words[2]
             Path(folder).mkdir(parents=True, exist_ok=True)
             Path(folder, "done").touch()
+            if "--rope_scaling" in words and "--out_dir" not in words:
+                done.add(f"{Path(folder).name} (rope_scaling = {words[words.index('--rope_scaling') + 1]})")
             self.writes, self.reads = folder, folder.split("+")[0]
             assert not any(self.writes in (other.writes, other.reads) or other.writes == self.reads for other in living)
             super().__init__(words)
@@ -289,18 +294,27 @@ def test_no_two_processes_meet_in_a_folder(here, monkeypatch):
     assert len(most) == 4 + 2 * 3 + 2 * 3 and max(most) == 3
 
 
-def test_a_reading_is_done_when_the_curve_of_the_last_weights_is_there(corpus, here):
+def test_a_reading_is_done_when_it_was_made_of_the_last_weights(corpus, here):
     job = planned(f'{keys(corpus)}[[reading]]\nrope_scaling = "yarn"\ncontexts = [16, 32]\n')[1]
     job.folder.mkdir(parents=True)
     (job.folder / "summary.json").write_text('{"max_iters": 10, "best_step": 10, "step": 10}')
-    record = {"step": 10, "checkpoint": "best", "scaling": "yarn", "factor": "auto", "settings": {}, "finetuned": False,
-              "context": 16, "loss": 1.0, "stderr": 0.1}
-    for changes, done in (({}, False), ({"context": 32, "step": 9}, False), ({"context": 32, "scaling": "ntk"}, False),
-                          ({"context": 32, "settings": {"beta_fast": 2.0}}, False), ({"context": 32}, True)):
-        logs.append(job.folder, "lengths.jsonl", [record | changes])
+    session = {"step": 10, "checkpoint": "best", "scaling": "yarn", "factor": "auto", "settings": {}, "contexts": [16, 32]}
+    for changes, done in (({"contexts": None}, False), ({"step": 9}, False), ({"scaling": "ntk"}, False),
+                          ({"settings": {"beta_fast": 2.0}}, False), ({"checkpoint": "last"}, False), ({}, True)):
+        with open(job.folder / "sessions.jsonl", "a") as file:
+            file.write(f"{json.dumps(session | changes)}\n\n[1]\n{{torn")
+            file.write("\n")
         assert study.finished(job) == done
     (job.folder / "summary.json").write_text('{"max_iters": 9, "best_step": 10}')  # the run is to go on
     assert not study.finished(job)
+
+
+def test_what_cannot_be_measured_is_asked_for_once(corpus, here):
+    """And a reading of all contexts is another one than that of a few."""
+    few = '[[reading]]\nrope_scaling = "yarn"\ncontexts = [16, 1000000]\n'
+    for body, started in ((few, 2), (few, 2), (few + '[[reading]]\nrope_scaling = "yarn"\n', 3)):
+        assert study.main([write(keys(corpus), "[cross]\nseed = [1]\n", body)]) == 0
+        assert len(here.started) == started
 
 
 def test_where_a_run_stands_is_read_from_the_end_of_its_log(tmp_path):
@@ -368,7 +382,8 @@ def test_help_needs_no_torch():
 
 
 @pytest.mark.parametrize("name, runs, readings, finetunes",
-                         [("positions", 24, 6, 0), ("scalings", 3, 12, 15), ("quick", 10, 2, 0)])
+                         [("positions", 24, 6, 0), ("scalings", 3, 12, 15), ("tasks", 36, 0, 0), ("rates", 72, 0, 0),
+                          ("random", 12, 0, 0), ("quick", 10, 2, 0)])
 def test_the_studies_of_the_repository_are_valid(name, runs, readings, finetunes, monkeypatch):
     monkeypatch.chdir(ROOT)
     jobs = study.plan(build(study.Study, read_toml(f"studies/{name}.toml")), Path("out", name), name)
@@ -381,6 +396,9 @@ def test_the_studies_of_the_repository_are_valid(name, runs, readings, finetunes
     ("base = '--help'\n", "base = --help"), ("[cross]\nseed = []\n", "seed = []"),
     ("[cross]\na = [{name = '..'}]\n", "name = .."), ("[cross]\na = [{name = 'report.html'}]\n", "needs for itself"),
     ("[cross]\na = [{name = 'wandb'}]\n", "needs for itself"), ("[cross]\ndataset = ['task:copi']\n", "no such task"),
+    ("[cross]\ndataset = ['stdlib', 'nowhere.txt']\n", "no such name, file or folder"),
+    ("[cross]\nseed = [1]\n[[finetune]]\nname = 'x'\nseed = 2\n", "seed = 2: no such key"),
+    ("[set]\ndataset = 'task:passkey'\nblock_size = 34\n[[finetune]]\nname = 'x'\nblock_size = 8\n", "block_size = 8"),
     ("[cross]\nseed = [1]\n[[reading]]\ncheckpoint = 'last'\n", "checkpoint = last")])
 def test_what_no_study_can_do_is_refused_before_it_begins(here, content, problem):
     with pytest.raises(UserError) as error:
@@ -435,9 +453,26 @@ def test_a_process_that_another_was_faster_than_is_tried_again(here, corpus, mon
     assert len(calls) == 2 and "waits, another process" in capsys.readouterr().out
 
 
-def test_what_was_fine_tuned_from_earlier_weights_is_not_taken_for_finished(here, corpus):
+def test_a_fine_tuning_goes_on_wherever_the_study_lies_now(here, corpus):
+    path = write(keys(corpus), '[cross]\nseed = [1]\n', MORE)
+    assert study.main([path, "--out_dir", "there"]) == 0
+    Path("there/1+yarn-64/summary.json").unlink()  # as if it had been stopped
+    Path("there").rename("elsewhere")
+    assert study.main([path, "--out_dir", str(Path("elsewhere").absolute())]) == 0 and len(here.started) == 4
+
+
+def test_what_was_fine_tuned_from_earlier_weights_is_not_taken_for_finished(here, corpus, capsys):
     assert study.main([write(keys(corpus), '[cross]\nseed = [1]\n', MORE)]) == 0
-    before = len(here.started)
-    with pytest.raises(UserError, match="before that was trained as far"):
-        study.main([write(keys(corpus, max_iters=12), '[cross]\nseed = [1]\n', MORE)])
-    assert len(here.started) == before
+    assert len(here.started) == 3
+    assert study.main([write(keys(corpus, max_iters=12), '[cross]\nseed = [1]\n', MORE)]) == 1  # the run grows
+    assert [Path(words[1]).stem for words in here.started[3:]] == ["train", "lengths"]
+    assert "1+yarn-64: failed: began from other weights than 1 has now; delete " in capsys.readouterr().out
+    shutil.rmtree("out/small/1+yarn-64")
+    assert study.main(["small.toml"]) == 0 and len(here.started) == 6
+
+    shutil.rmtree("out/small/1")  # to be trained again; with other rates, it comes to other weights
+    rates = "learning_rate = 0.002\nmuon_learning_rate = 0.01\n"
+    again = MORE + "".join(f"{key} = {config.Config.model_fields[key].default}\n"
+                           for key in ("learning_rate", "muon_learning_rate"))
+    assert study.main([write(keys(corpus, max_iters=12) + rates, '[cross]\nseed = [1]\n', again)]) == 1
+    assert "began from other weights" in capsys.readouterr().out
