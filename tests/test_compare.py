@@ -172,7 +172,7 @@ def test_losses_on_texts_that_differ_have_no_mean(make):
 
 def test_fine_tuned_runs_are_one_group_if_their_origins_are(make, tmp_path):
     def tuned(name, origin, seed):
-        return make(name, seed=seed, init_from=str(origin), out_dir=str(tmp_path / name))
+        return make(name, seed=seed, init_from=str(origin), tokenizer=f"{origin}/tokenizer.json", out_dir=str(tmp_path / name))
 
     folders = [tuned(f"{seed}+x", tmp_path / str(seed), seed) for seed in (1, 2)]
     folders += [tuned(f"{place}-rope-1+x", tmp_path / place / "rope-1", 1) for place in "AB"]

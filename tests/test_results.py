@@ -22,27 +22,31 @@ def numbers(name):
 
 
 def tables(page):
-    """-> [(study, curve that the others are compared to or None, [cells of each row])] of the tables whose rows are curves."""
-    study = base = None
+    """-> [(study, curve that the others are compared to or None, intervals that the note counts or None, [cells of each row])]
+    of the tables whose rows are curves."""
+    study = base = said = None
     found = []
     for line in (ROOT / page).read_text(encoding="utf-8").splitlines():
         if link := re.search(r"results/(\w+)\.csv", line):
             study = link[1]
         if title := re.match(r"\*\*(?:Results|Difference to ([^,]*?))(?:,.*)?\.\*\*", line):
-            base = title[1]
+            base, said = title[1], re.search(r"Of (\d+) intervals, about ([\d.]+) would", line)
         cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
         if cells and cells[0] == "curve":
-            found.append((study, base, [cells]))
+            found.append((study, base, said, [cells]))
         elif cells and found and "---" not in cells[0]:
-            found[-1][2].append(cells)
+            found[-1][3].append(cells)
     return found
 
 
 @pytest.mark.parametrize("page", ["docs/results.md", "README.md"])
 def test_tables_are_recomputed_from_the_runs(page):
     checked = 0
-    for study, base, (header, *rows) in tables(page):
+    for study, base, said, (header, *rows) in tables(page):
         values, runs = numbers(study)
+        if said:
+            count = sum("±" in cell for row in rows for cell in row)
+            assert said.groups() == (str(count), f"{count / 20:.1f}"), f"{page}, {study}: {said[0]}"
         for curve, *cells in rows:
             for what, cell in zip(header[1:], cells, strict=True):
                 ours, theirs = values.get((curve, what), {}), values.get((base, what), {})
