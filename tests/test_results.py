@@ -33,7 +33,7 @@ def tables(page):
             base, said = title[1], re.search(r"Of (\d+) intervals, about ([\d.]+) would", line)
         cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
         if cells and cells[0] in ("curve", "encoding"):
-            found.append((study, base, said, [cells]))
+            found.append((study, base, said if cells[0] == "curve" else None, [cells]))
         elif cells and found and "---" not in cells[0]:
             found[-1][3].append(cells)
     return found
