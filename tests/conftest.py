@@ -1,5 +1,6 @@
 """What the tests share: a small config, a small text, and a trained run."""
 import random
+import signal
 
 import pytest
 import torch
@@ -8,6 +9,9 @@ import config
 import train
 
 torch.set_num_threads(1)  # the models are small, and the tests run side by side
+for number in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):
+    if signal.getsignal(number) is signal.SIG_IGN:  # as in the background of a shell, or under nohup; processes inherit it
+        signal.signal(number, signal.SIG_DFL)
 
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4, "max_iters": 30, "warmup_iters": 5,
          "eval_interval": 10, "eval_windows": 8, "checkpoint_interval": 10, "length_windows": 16, "threads": 1,
