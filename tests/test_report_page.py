@@ -154,13 +154,13 @@ def test_a_switched_off_group_leaves_every_panel_and_the_y_axes_follow(visit):
 
 def test_all_and_none_by_keyboard(visit):
     page = visit()
-    page.get_by_role("button", name="none", exact=True).press("Enter")
+    page.get_by_role("button", name="hide all").press("Enter")
     assert page.locator(".plot .curve").count() == 0
     assert toggle(page, "learned").get_attribute("aria-pressed") == "false"
     toggle(page, "learned").press("Space")
     assert drawn(page, "learned") == ["context", "steps"] and drawn(page, "rope") == []
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-    page.get_by_role("button", name="all", exact=True).press("Enter")
+    page.get_by_role("button", name="show all").press("Enter")
     assert drawn(page, "rope") == ["context", "copy", "steps"]
 
 
