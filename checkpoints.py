@@ -14,6 +14,8 @@ from parallel import ALONE
 FORMAT = 2  # a larger number means that older programs must not read them
 CONTENT = {"format": int, "step": int, "model": dict, "data_sha256": str, "config": dict}
 RESUMABLE = {"optimizers": list, "resolved": dict, "best": dict, "reached": bool, "logged": int}
+BEST = {"step": int | None, "val_loss": float | int}
+RESOLVED = {"device": str, "dtype": str, "compile": bool, "threads": int}
 
 
 def fresh(value):
@@ -38,6 +40,15 @@ def save(path, content):
     files.replace(path, buffer.getbuffer())
 
 
+def tensors(value):
+    """-> the tensors in nested containers."""
+    if isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors(part)
+    elif isinstance(value, torch.Tensor):
+        yield value
+
+
 def require(path, content, wanted):
     """Refuse a checkpoint that lacks one of the entries {name: type}."""
     if not isinstance(content, dict) or not all(isinstance(content.get(key), kind) for key, kind in wanted.items()):
@@ -56,6 +67,8 @@ def load(path):
             if part := archive.testzip():  # torch does not look at the checksums
                 raise ValueError(f"checksum of {part}")
         content = torch.load(path, map_location="cpu", weights_only=True)
+        if any(tensor.is_meta or tensor.layout != torch.strided for tensor in tensors(content)):
+            raise ValueError("tensors without numbers")
     except Exception as error:  # torch raises a dozen kinds for damaged files, pickle's among them
         reason = (str(error) or type(error).__name__).splitlines()[0][:100]
         raise UserError(f"{path}: damaged, or no checkpoint ({reason})",
@@ -74,6 +87,8 @@ def load_resumable(path):
         raise UserError(f"{path}: weights that were not trained here",
                         f"begin from them in another folder: --init_from {Path(path).parent}")
     require(path, content, RESUMABLE)
+    require(path, content["best"], BEST)
+    require(path, content["resolved"], RESOLVED)
     return content
 
 

@@ -107,7 +107,7 @@ def spread(values, digits=4):
 def measured_over(run, record):
     """What a point of a curve is a mean over, of which points must have the same to be compared: data, windows or problems."""
     unit = None if run["config"].has_answers else run["config"].unit
-    return record.get("data"), unit, *(record.get(key) for key in ("windows", "problems", "count"))
+    return str((record.get("data"), unit, *(record.get(key) for key in ("windows", "problems", "count"))))
 
 
 def alike(pairs):
@@ -150,7 +150,7 @@ def table(folders):
     for name, members in groups(runs):
         name = counted(name, members)
         summaries = [run["summary"] for run in members]
-        if len({s["data_sha256"] for s in summaries if "data_sha256" in s}) > 1:  # a mean over different texts says nothing
+        if len({str(s["data_sha256"]) for s in summaries if "data_sha256" in s}) > 1:  # a mean over texts says nothing
             summaries = [{}]
         speeds = [[r["tokens_per_second"] for r in run["log"] if "tokens_per_second" in r] for run in members]
         head = [members[0]["config"].position, spread([summaries[0].get("parameters")], 0),

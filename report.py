@@ -68,7 +68,7 @@ def of_summary(name):
     def read(run, key):
         value, config = run["summary"].get(name), run["config"]
         if isinstance(value, int | float) and key == compare.keys([run])[0]:
-            return value, (config.block_size, run["summary"].get("data_sha256"))
+            return value, str((config.block_size, run["summary"].get("data_sha256")))
     return read
 
 

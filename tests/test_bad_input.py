@@ -354,10 +354,13 @@ def rewritten(**changes):
     return damage
 
 
-def wider(path):
-    content = torch.load(path, weights_only=True)
-    content["model"]["norm.weight"] = torch.ones(64)
-    torch.save(content, path)
+def norm(weight):
+    """-> a function that changes one weight of a checkpoint."""
+    def damage(path):
+        content = torch.load(path, weights_only=True)
+        content["model"]["norm.weight"] = weight
+        torch.save(content, path)
+    return damage
 
 
 DAMAGES = {
@@ -375,7 +378,9 @@ DAMAGES = {
     "model is a number": rewritten(model=5),
     "step is a word": rewritten(step="x"),
     "no data": rewritten(data_sha256=None),
-    "another shape": wider,
+    "another shape": norm(torch.ones(64)),
+    "no numbers": norm(torch.ones(32, device="meta")),
+    "sparse": norm(torch.ones(32).to_sparse()),
     "weights missing": rewritten(model={}),
 }
 
@@ -396,9 +401,10 @@ def test_damaged_or_foreign_checkpoint_is_named_and_nothing_is_lost(damage, prog
     assert contents(copy) == before and not path.with_name("exploded").exists()
 
 
-@pytest.mark.parametrize("missing", ["optimizers", "resolved", "best", "reached"])
-def test_checkpoint_that_cannot_be_resumed_is_named(missing, copy):
-    rewritten(**{missing: None})(copy / "last.pt")
+@pytest.mark.parametrize("changes", [{key: None} for key in ("optimizers", "resolved", "best", "reached")] + [
+    {"best": {}}, {"resolved": {}}, {"best": {"step": "x", "val_loss": 1.0}}])
+def test_checkpoint_that_cannot_be_resumed_is_named(changes, copy):
+    rewritten(**changes)(copy / "last.pt")
     before = contents(copy)
     refused(lambda: train.main([str(copy / "config.toml"), "--max_iters=40"]), "last.pt")
     assert contents(copy) == before

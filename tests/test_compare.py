@@ -180,6 +180,12 @@ def test_fine_tuned_runs_are_one_group_if_their_origins_are(make, tmp_path):
         ("+x", 2), ("A-rope-1+x", 1), ("B-rope-1+x", 1)]
 
 
+def test_odd_marks_of_the_data_are_only_compared(make):
+    folder = make("rope-1", contexts=())
+    logs.append(folder, "lengths.jsonl", [curve(16, 2.0) | {"data": [], "windows": {}}])
+    assert "2.000" in compare.table([folder])
+
+
 def test_two_chances_at_one_length_are_no_line(make):
     folders = [make(f"{task}-1", contexts=(), dataset=f"task:{task}") for task in ("copy", "sort")]
     for folder, chance in zip(folders, (0.1, 0.2)):

@@ -172,7 +172,7 @@ def test_short_runs_warm_up_over_their_first_half():
 
 
 @pytest.mark.parametrize("key, words", [
-    ("position", "none or learned or sinusoidal or rope or alibi or t5 or kerple or fire"),
+    ("position", " or ".join(position.POSITIONS)),
     ("rope_factor", "auto or a number >= 1 and <= 1000000"),
     ("short_factor", "several of: a number > 0 and <= 1000000"), ("qk_norm", "true or false or weighted"),
     ("compile", "auto or true or false"), ("dropout", "a number >= 0 and < 1"), ("n_layer", "an integer >= 1 and <= 1000"),
