@@ -366,7 +366,8 @@ class Child:
     def outcome(self, stopping):
         """-> the state of the job now that its process has ended."""
         code = self.process.returncode
-        if code == 0 and (found := state(self.job)) != "unfinished":
+        # A signal may have met it when all was written.
+        if (code == 0 or stopping) and (found := state(self.job)) != "unfinished":
             return found
         if stopping and code in (128 + signal.SIGTERM, -signal.SIGTERM):
             return "unfinished"

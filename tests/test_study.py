@@ -242,6 +242,15 @@ def test_a_failed_run_is_reported_and_the_others_go_on(corpus, here, capsys):
     assert study.main(["small.toml"]) == 1 and len(here.started) == 5  # only that is tried again
 
 
+def test_a_run_that_had_ended_when_it_was_told_to_stop_is_finished(corpus, here):
+    assert study.main([write(keys(corpus), "[cross]\nseed = [1]\n")]) == 0
+    child = study.Child.__new__(study.Child)
+    child.job, child.process, child.lines = here.reports[0][2][0], SimpleNamespace(returncode=-signal.SIGTERM), []
+    assert child.outcome(stopping=143) == "finished"
+    Path("out/small/1/summary.json").unlink()
+    assert child.outcome(stopping=143) == "unfinished"
+
+
 def test_a_second_study_in_a_folder_is_refused(here, monkeypatch):
     monkeypatch.setattr(study, "Child", None)
     Path("shared").mkdir()
