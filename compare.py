@@ -167,6 +167,8 @@ def table(folders):
                 bases, base = curves, label
             elif comparable:
                 differences.append([label, f"- {base}", *(paired(curves, bases, c) for c in contexts)])
+    if not comparable:
+        return f"{aligned(rows)}\n\nnot subtracted: these curves are not all over the same text and windows"
     return aligned(rows) + ("\n\n" + aligned(differences) if len(differences) > 1 else "")
 
 
