@@ -30,7 +30,7 @@ import files
 import logs
 import tasks
 from config import NAMES, Auto, Config, fields, inherited, load, read_config, refuse_difference, with_changes
-from data.sources import refuse_unknown
+from data.sources import located
 from lengths import Lengths
 from options import Options, UserError, build, command, helped, parse, read_toml
 from train import Stop
@@ -148,7 +148,7 @@ def available(config):
     if config.has_answers:
         tasks.load(config.dataset, config.block_size)
     else:
-        refuse_unknown(config.dataset)
+        located(config.dataset)
 
 
 def combinations(cross):

@@ -315,11 +315,13 @@ def stream_source(name, count, raw):
     return lines_source(path.stem, path)
 
 
-def refuse_unknown(dataset):
-    """UserError where a data set is no name that is known here, and no file or folder."""
+def located(dataset):
+    """-> the path of a data set, None of one that is a name; UserError where it is neither. Nothing is read."""
     path = Path(os.path.expanduser(dataset))  # that of pathlib raises for users that are not there
-    if dataset in NAMES or dataset.partition(":")[0] in STREAMS or os.path.exists(path):
-        return
+    if dataset in NAMES or dataset.partition(":")[0] in STREAMS:
+        return None
+    if os.path.isfile(path) or os.path.isdir(path):  # those of pathlib raise for names that are too long
+        return path
     # A path is not a name misspelled.
     advice = "give the path of a UTF-8 file or folder" if len(path.parts) > 1 or path.suffix else nearest(dataset, NAMES)
     raise UserError(f"dataset = {dataset}: no such name, file or folder", advice)
@@ -336,8 +338,7 @@ def find(dataset, raw):
         raise UserError(f"dataset = {dataset}: made while it is trained on", "it needs no preparation")
     if name in STREAMS:
         return stream_source(name, count or str(DOCUMENTS), raw)
-    refuse_unknown(dataset)
-    path = Path(os.path.expanduser(dataset))
+    path = located(dataset)
     if path.is_file():
         return file_source(path.stem, path, file_digest(path))
     return folder_source(path.resolve().name, path)

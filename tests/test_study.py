@@ -3,6 +3,7 @@ import contextlib
 import io
 import itertools
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -406,6 +407,8 @@ def test_the_studies_of_the_repository_are_valid(name, runs, readings, finetunes
     ("[cross]\na = [{name = '..'}]\n", "name = .."), ("[cross]\na = [{name = 'report.html'}]\n", "needs for itself"),
     ("[cross]\na = [{name = 'wandb'}]\n", "needs for itself"), ("[cross]\ndataset = ['task:copi']\n", "no such task"),
     ("[cross]\ndataset = ['stdlib', 'nowhere.txt']\n", "no such name, file or folder"),
+    (f"[cross]\ndataset = ['{os.devnull}']\n", "no such name, file or folder"),
+    (f"[cross]\ndataset = ['{'x' * 300}']\n", "no such name, file or folder"),
     ("[cross]\nseed = [1]\n[[finetune]]\nname = 'x'\nseed = 2\n", "seed = 2: no such key"),
     ("[set]\ndataset = 'task:passkey'\nblock_size = 34\n[[finetune]]\nname = 'x'\nblock_size = 8\n", "block_size = 8"),
     ("[cross]\nseed = [1]\n[[reading]]\ncheckpoint = 'last'\n", "checkpoint = last")])
