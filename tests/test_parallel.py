@@ -54,7 +54,7 @@ def torchrun(*words, processes=2, **how):
                             stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}, **how)
 
 
-def finished(process, seconds=400):
+def finished(process, seconds=120):
     """-> what a job has printed when it ends. If it does not, torchrun is told to end its processes."""
     try:
         return process.communicate(timeout=seconds)[0]
