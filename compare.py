@@ -105,7 +105,7 @@ def spread(values, digits=4):
 
 
 def measured_over(run, record):
-    """What a point of a curve is a mean over, of which points must have the same to be compared: data, windows or problems."""
+    """What a point of a curve is a mean over, as text: data, windows or problems. Points are comparable if it is the same."""
     unit = None if run["config"].has_answers else run["config"].unit
     return str((record.get("data"), unit, *(record.get(key) for key in ("windows", "problems", "count"))))
 
@@ -158,9 +158,9 @@ def table(folders):
                 spread([s.get("best_val_bpb") for s in summaries]), spread([statistics.median(s) for s in speeds if s], 0)]
         for number, key in enumerate(keys(members)):
             curves = [run["lengths"].get(key, {}) for run in members]
-            points = [[(run, run[panel][key][x]) for run in members if x in run[panel].get(key, ())] for panel, x in columns]
+            found = [[(run, run[panel][key][x]) for run in members if x in run[panel].get(key, ())] for panel, x in columns]
             cells = [spread([record[PANELS[panel].value] for _, record in pairs], 3) if alike(pairs) else "-"
-                     for (panel, _), pairs in zip(columns, points)]
+                     for (panel, _), pairs in zip(columns, found)]
             label = f"{name} {key}".strip()
             rows.append(([label, *head] if number == 0 else [f"  {key}", *[""] * 6]) + cells)
             if bases is None:

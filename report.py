@@ -281,10 +281,10 @@ def group(curve):
     return f"{curve.runs[0]['group']} {curve.key}".strip()
 
 
-def page_panels(runs):
-    """-> the panels of the page."""
+def page_panels(split):
+    """What `parts` gives -> the panels of the page."""
     found = []
-    for suffix, members, curves in parts(runs):
+    for suffix, members, curves in split:
         found.append(panel_of("steps", plain(curves), suffix, "step", compare.LOSS, "validation loss over steps", steps_of))
         for name in compare.shown(members):
             kind, points = PANELS[name], partial(compare.points, name=name)
@@ -294,7 +294,8 @@ def page_panels(runs):
 
 def page(name, command, jobs, runs, tables):
     """-> the page as text: the template with all that it shows inside."""
-    curves = [curve for _, _, curves in parts(runs) for curve in curves]
+    split = parts(runs)
+    curves = [curve for _, _, members in split for curve in members]
     summaries = {str(run["folder"]): run["summary"] for run in runs}
 
     def said(key):
@@ -305,7 +306,7 @@ def page(name, command, jobs, runs, tables):
     data = {
         "name": name, "command": command, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": said("git_commit"), "versions": ", ".join(f"{key} {said(key)}" for key in ("python", "torch", "numpy")),
-        "trained": trained.pop() if len(trained) == 1 else None, "panels": page_panels(runs), "tables": tables,
+        "trained": trained.pop() if len(trained) == 1 else None, "panels": page_panels(split), "tables": tables,
         "groups": [{"id": id, "colour": colour}
                    for id, colour in {group(curve): curve.style["color"] for curve in reversed(curves)}.items()][::-1],
         "runs": [{"name": job.name, "group": groups.get(job.folder, job.group), "state": job.state,
