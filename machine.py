@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from model import GPT
 from options import UserError
@@ -69,6 +70,13 @@ def set_up(threads):
             mallopt(option, value)
 
 
+class Undrawn(TorchFunctionMode):
+    """Leaves weights as they are. To draw them on the device "meta", torch imports its compiler: two seconds of a start."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return kwargs["tensor"] if function is torch.nn.init.normal_ else function(*args, **kwargs or {})
+
+
 def room_for(config, vocab_size, device, dtype=None, processes=ALONE):
     """Refuse a model that cannot fit into the memory of this machine, before the attempt ends the process without a word.
 
@@ -76,7 +84,7 @@ def room_for(config, vocab_size, device, dtype=None, processes=ALONE):
     """
     if not (present := memory(device)):
         return
-    with torch.device("meta"):
+    with torch.device("meta"), Undrawn():
         model = GPT(config, vocab_size)
     needed = 4 * model.size()
     if dtype:

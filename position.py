@@ -169,8 +169,9 @@ class KERPLE(Position):
         super().__init__(config)
         # The authors draw both uniformly, from 0 to these numbers; here the heads are spread evenly over the same range.
         furthest = (1, 2) if config.kerple_kernel == "power" else (2, 1)
-        spread = (torch.arange(config.n_head) + 0.5) / config.n_head
-        self.r1, self.r2 = nn.Parameter(furthest[0] * spread), nn.Parameter(furthest[1] * spread.flip(0))
+        spread = [(head + 0.5) / config.n_head for head in range(config.n_head)]
+        self.r1 = nn.Parameter(torch.tensor([furthest[0] * share for share in spread]))
+        self.r2 = nn.Parameter(torch.tensor([furthest[1] * share for share in reversed(spread)]))
 
     @torch.no_grad()
     def constrain(self):
