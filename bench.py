@@ -88,31 +88,37 @@ def held():
     return math.nan
 
 
-def side_by_side(ours, theirs, pairs):
-    """ours, theirs: functions that return the work to be timed -> [(seconds of ours, seconds of theirs)], and of ours the
-    seconds of the first call, which compiles and warms up and does not count, and the most gigabytes held until then."""
-    def timed(work):
-        before = time.perf_counter()
-        work()
-        return time.perf_counter() - before
-
-    mine = ours()
-    first = timed(mine)
-    memory = held()
-    reference = theirs()
-    reference()
-    return [(timed(mine), timed(reference)) for _ in range(pairs)], first, memory
+WORK = {}  # in a process that measures: what each side does
 
 
-def in_turn(ours, theirs, pairs, times=1):
-    """-> (median seconds of ours, of `times` times theirs, median ratio of the pairs, seconds of ours' first call, gigabytes of
-    ours), all in a process of their own: what a row sets up, imports and caches changes no other row. Both sides share it, and
-    with it what machine.set_up sets: a process for each would differ by more than what is measured."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        measured, *once = process.submit(side_by_side, ours, theirs, pairs).result()
-    mine, reference = zip(*((x, times * y) for x, y in measured))
-    return (statistics.median(mine), statistics.median(reference),
-            statistics.median(x / y for x, y in zip(mine, reference)), *once)
+def begin(side, make):
+    """-> seconds of the first call, which compiles and warms up and does not count, and the most gigabytes held until then."""
+    WORK[side] = make()
+    return again(side), held()
+
+
+def again(side):
+    before = time.perf_counter()
+    WORK[side]()
+    return time.perf_counter() - before
+
+
+def in_turn(ours, theirs, pairs, times=1, apart=False):
+    """ours, theirs: functions that return the work to be timed -> (median seconds of ours, of `times` times theirs, median ratio
+    of the pairs, seconds of ours' first call, gigabytes of ours), all in processes of their own: what a row sets up, imports
+    and caches changes no other row.
+
+    The sides share one, which makes small differences plain; apart, the reference does without what machine.set_up sets.
+    """
+    def process():
+        return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+    with process() as mine, process() if apart else contextlib.nullcontext(mine) as reference:
+        once = mine.submit(begin, "ours", ours).result()
+        reference.submit(begin, "theirs", theirs).result()
+        a, b = zip(*((mine.submit(again, "ours").result(), times * reference.submit(again, "theirs").result())
+                     for _ in range(pairs)))
+    return statistics.median(a), statistics.median(b), statistics.median(x / y for x, y in zip(a, b)), *once
 
 
 def faster(what, against, at_least, *sides, **how):
@@ -422,7 +428,7 @@ def step(options):
         plain = partial(plain_step, options.device, count, **shape)
         for compiled, limit in ((False, 1.1), (True, 1.5)):
             sides = partial(our_step, options.device, compiled, count, **ours), plain
-            a, b, ratio, first, _ = in_turn(*sides, options.pairs)
+            a, b, ratio, first, _ = in_turn(*sides, options.pairs, apart=True)
             yield Row(f"training step, {name}{', compiled' * compiled}", "the same model written plainly, eager",
                       a, b, 1 / ratio, ">=", limit)
             if compiled:
