@@ -7,6 +7,7 @@ nothing of this project, and no torch.
 import difflib
 import errno
 import functools
+import gc
 import os
 import re
 import sys
@@ -193,6 +194,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # a di
 
 def command(main):
     """Run a program's main(argv) as a process: bad input is two lines and exit code 2, never a traceback."""
+    gc.set_threshold(100_000)  # what is imported stays: to look for garbage in it, again and again and at the end, takes a second
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace")  # a console that cannot print a character must not end a run
     try:
@@ -211,3 +213,5 @@ def command(main):
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        gc.freeze()

@@ -4,6 +4,7 @@
 
 The loop is `train`, below. The same command again continues an unfinished run, bit for bit.
 """
+import gc
 import math
 import os
 import signal
@@ -172,6 +173,7 @@ def loop(run, data, model, optimizers):
     few, whole = (data.validation(config.block_size, count) for count in (config.eval_windows, None))
     step, reached, final, last = run.step, run.reached, None, min(config.max_iters, config.stop_at or config.max_iters)
     began, stopping = time.perf_counter() - run.seconds, False
+    gc.set_threshold(700)  # all is imported; now, where logits come in parts, an iteration leaves circles of objects behind
     with Stop() as stop, Progress(step, config.max_iters, processes.main) as progress:
         while step < last and not reached and not stopping:
             before, rate = time.perf_counter(), optim.set_learning_rate(optimizers, step, config)
