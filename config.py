@@ -85,6 +85,8 @@ class Config(Options):
     """Normalize each head's queries and keys before they are rotated; weighted: with learned weights."""
     parallel_block: bool = False
     """Attention and MLP read the same input instead of one after the other."""
+    canon: int | None = Field(None, ge=2, le=64)
+    """Canon layers: before attention and MLP, each token is mixed with those before it, so many in all; none unless given."""
     tied: bool = True
     """One matrix for token embeddings and output logits."""
     embedding_std: float = Field(0.02, gt=0, le=100)

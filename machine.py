@@ -111,7 +111,7 @@ def training_memory(model, windows, dtype):
     moments = 2 * model.size() - (matrices if config.optimizer == "muon" else 0)
     tokens, heads = windows * config.block_size, config.n_head + 2 * config.kv_heads
     width = 4 if dtype == "float32" else 2
-    block = 4 * config.n_embd + 3 * heads * config.head_size + 2 * config.mlp_width
+    block = (4 + 2 * bool(config.canon)) * config.n_embd + 3 * heads * config.head_size + 2 * config.mlp_width
     logits = 3 * min(tokens * model.embed.num_embeddings, model.LOGITS)
     return 4 * (model.size() + moments), 4 * logits + width * tokens * block * config.n_layer
 

@@ -33,14 +33,23 @@ class Linear(nn.Linear):
         return (y if self.bias is None else y + self.bias.type_as(y)).reshape(*x.shape[:-1], self.out_features).contiguous()
 
 
-class Past:
+class Memory:
+    """What one block keeps of the tokens it has `seen`, at most `capacity`."""
+
+    def __init__(self, capacity):
+        self.capacity, self.seen = capacity, 0
+        self.tails = {}  # the last inputs of each Canon layer
+
+
+class Past(Memory):
     """Keys and values of one block's tokens so far, `seen` of at most `capacity`, written in place into room that doubles.
 
     With a sliding window, the keys that no later token sees are let go: the last `kept` are held.
     """
 
     def __init__(self, capacity, window=None):
-        self.capacity, self.window, self.seen = capacity, window, 0
+        super().__init__(capacity)
+        self.window = window
 
     @property
     def kept(self):
@@ -61,13 +70,10 @@ class Past:
         return self.k[:, :, :self.seen], self.v[:, :, :self.seen]
 
 
-class State:
+class State(Memory):
     """What linear attention remembers of all tokens so far: sums over keys, of a size that does not grow."""
 
     kept, sums = 0, None  # no key is held
-
-    def __init__(self, capacity):
-        self.capacity, self.seen = capacity, 0
 
 
 def attend(q, k, v, mask, dropout):
@@ -195,16 +201,41 @@ def norm(config):
     return nn.LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
 
 
+class Canon(nn.Module):
+    """Each token with a learned mixture of the few before it, in every channel by itself (Canon layers; Allen-Zhu 2025,
+    arXiv:2512.17351): order that is not told by positions. The share of the token itself is the gain of the norm before."""
+
+    def __init__(self, config):
+        super().__init__()
+        # Nothing at first, so that models with and without start alike. Of three dimensions: no matrix for Muon or decay.
+        self.weight = nn.Parameter(torch.zeros(config.canon - 1, 1, config.n_embd))
+
+    def forward(self, x, past=None):
+        """x (B, T, C) -> (B, T, C); past: of the block, which holds the tokens before x."""
+        n, T = len(self.weight), x.size(1)
+        if past is None or self not in past.tails:
+            x = F.pad(x, (0, 0, n, 0))
+        else:
+            x = torch.cat((past.tails[self], x), 1)
+        if past is not None:
+            past.tails[self] = x[:, T:]
+        return x[:, n:] + sum(x[:, n - i:n - i + T] * self.weight[i - 1] for i in range(1, n + 1))
+
+
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.norm1, self.attention = norm(config), ATTENTIONS[config.attention](config)
         self.norm2, self.mlp = norm(config), MLP(config)
+        self.canon1, self.canon2 = (Canon(config) if config.canon else None for _ in range(2))
         self.drop, self.parallel = nn.Dropout(config.dropout), config.parallel_block
 
     def forward(self, x, rotation, mask, past=None):
-        attended = x + self.drop(self.attention(self.norm1(x), rotation, mask, past))
-        return attended + self.drop(self.mlp(self.norm2(x if self.parallel else attended)))
+        def mixed(x, canon):
+            return canon(x, past) if canon else x
+
+        attended = x + self.drop(self.attention(mixed(self.norm1(x), self.canon1), rotation, mask, past))
+        return attended + self.drop(self.mlp(mixed(self.norm2(x if self.parallel else attended), self.canon2)))
 
 
 class GPT(nn.Module):

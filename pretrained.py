@@ -468,7 +468,8 @@ def import_model(path, options):
 # To the outside
 
 
-PLAIN = {"attention": "softmax", "window": None, "random_positions": None, "rope_values": False, "head_bias": False}
+PLAIN = {"attention": "softmax", "window": None, "random_positions": None, "rope_values": False, "head_bias": False,
+         "canon": None}
 EXPORTS = [  # (model type, architecture, what the config must say)
     ("gpt2", "GPT2LMHeadModel", {"position": "learned", "norm": "layernorm", "activation": ("gelu", "gelu_tanh"),
                                  "qk_norm": False, "parallel_block": False, "n_kv_head": None, "head_dim": None}),

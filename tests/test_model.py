@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import GPT, Linear
+from model import Canon, GPT, Linear
 from tests.conftest import small
 from tests.test_position import VOCABULARY, model, tokens
 
@@ -271,6 +271,27 @@ def test_parallel_block_reads_the_same_input_twice():
 
 
 # Layers for a few tokens
+
+
+def test_canon_layers_are_the_papers_sum_and_nothing_at_first():
+    layer = Canon(small(canon=4)).double()
+    x = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(layer(x), x)
+    with torch.no_grad():
+        layer.weight.normal_(generator=torch.Generator().manual_seed(2))
+    expected = x.clone()
+    for t in range(9):
+        for i in range(1, min(t, 3) + 1):  # what came before the first token is zero
+            expected[:, t] += layer.weight[i - 1, 0] * x[:, t - i]
+    torch.testing.assert_close(layer(x), expected, atol=1e-12, rtol=0)
+    with_it, without = (GPT(small(canon=canon), 23) for canon in (4, None))
+    assert torch.equal(with_it(tokens(2, 9)), without(tokens(2, 9)))
+
+
+def test_canon_layers_tell_order_without_positions():
+    for canon, alike in ((None, True), (2, False)):
+        made, ids = model("none", n_layer=1, canon=canon), torch.tensor([[1, 2, 3, 4, 5], [1, 3, 2, 4, 5]])
+        assert torch.allclose(*made(ids)[:, -1], atol=1e-12) == alike
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -42,7 +42,7 @@ CASES = {  # what differs from SMALL; three processes cannot share eight windows
                        "parallel": "fsdp"},
     "task": EXACT | {"dataset": "task:sort", "batch_size": 4, "parallel": "ddp"},  # of each row, another share is scored
     "muon": {"log_interval": 1, "parallel": "ddp"},
-    "muon fsdp": {"log_interval": 1, "parallel": "fsdp", "muon_heads": True},
+    "muon fsdp": {"log_interval": 1, "parallel": "fsdp", "muon_heads": True, "canon": 4},
 }
 SOME = ("accumulation", "random", "task", "muon fsdp")  # each engine, optimizer and share once
 

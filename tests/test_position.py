@@ -14,6 +14,7 @@ every = pytest.mark.parametrize("name", POSITIONS)
 
 # What must change none of the invariants; linear attention has no scores for a bias to act on.
 VARIANTS = [{}, {"n_kv_head": 1}, {"window": 5}, {"attention": "linear"}, {"qk_norm": "weighted", "parallel_block": True},
+            {"canon": 4}, {"canon": 3, "window": 5, "parallel_block": True}, {"canon": 2, "attention": "linear"},
             {"head_dim": 12, "bias": True, "head_bias": True, "qkv_bias": False, "mlp_hidden": 40}]
 combined = pytest.mark.parametrize("name, changes", [
     (name, changes) for name in POSITIONS for changes in VARIANTS
@@ -83,13 +84,14 @@ def test_one_layer_sees_order_only_through_the_encoding(name):
 
 @combined
 def test_a_sum_over_tokens_that_are_seen_is_all_that_matters(name, changes):
-    """With a window of w, a token w places later in one layer does not know what came before."""
+    """With a window of w, a token w places later in one layer does not know what came before; beside Canon layers of n tokens,
+    a token n - 1 places further."""
     if changes.get("window"):
         made, ids = model(name, n_layer=1, **changes), tokens(1, 24)
         other = ids.clone()
         other[:, 3] = (other[:, 3] + 1) % VOCABULARY
         differs = (made(ids) - made(other)).abs().amax(-1)[0] > 1e-12
-        assert differs.nonzero().flatten().tolist() == [3, 4, 5, 6, 7]
+        assert differs.nonzero().flatten().tolist() == list(range(3, 3 + changes["window"] + changes.get("canon", 1) - 1))
 
 
 @every

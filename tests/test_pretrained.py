@@ -468,6 +468,7 @@ def test_the_config_of_make_run_can_be_exported():
     ({"rope_scaling": "ntk", "rope_factor": 2}, "rope_scaling = ntk"), ({"window": 8}, "window = 8"),
     ({"rope_scaling": "yarn"}, "rope_factor = auto"), ({"activation": "relu2"}, "activation = relu2"),
     ({"attention": "linear"}, "attention = linear"), ({"random_positions": 99}, "random_positions = 99"),
+    ({"canon": 4}, "canon = 4"),
     ({"norm": "rmsnorm"}, "rmsnorm"),
     ({"norm": "rmsnorm", "activation": "swiglu", "rope_fraction": 0.5}, "rope_fraction = 0.5"),
 ])

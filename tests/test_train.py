@@ -86,7 +86,7 @@ def test_accumulated_gradients_equal_the_larger_batch():
     {"dropout": 0.2, "gradient_accumulation_steps": 2, "position": "sinusoidal"},
     {"length_interval": 10, "position": "none", "max_iters": 31},
     {"position": "t5", "random_positions": 300}, {"position": "kerple", "window": 9}, {"position": "fire", "n_kv_head": 1},
-    {"position": "alibi", "parallel_block": True}, {"attention": "linear", "qk_norm": "weighted"}])
+    {"position": "alibi", "parallel_block": True, "canon": 4}, {"attention": "linear", "qk_norm": "weighted"}])
 def test_stopped_and_resumed_equals_never_stopped(corpus, tmp_path, changes):
     assert run(corpus, tmp_path / "whole", **changes) == 0
     for stop_at in (7, 20):  # between checkpoints, and at one
@@ -374,7 +374,7 @@ def test_training_that_cannot_be_compiled_is_eager_and_says_so(lacking, corpus, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [
-    *({"position": name} for name in POSITIONS), {"attention": "linear"}, {"window": 9, "n_kv_head": 1},
+    *({"position": name} for name in POSITIONS), {"attention": "linear"}, {"window": 9, "n_kv_head": 1, "canon": 3},
     {"rope_values": True, "qk_norm": "weighted", "parallel_block": True}], ids=str)
 def test_compiled_training_equals_eager(corpus, tmp_path, changes):
     for compiled in (False, True):
