@@ -207,7 +207,8 @@ class Canon(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        # Nothing at first, so that models with and without start alike. Of three dimensions: no matrix for Muon or decay.
+        # From the farthest token to the nearest. Nothing at first, so that models with and without start alike; of three
+        # dimensions, so that it is no matrix for Muon or decay.
         self.weight = nn.Parameter(torch.zeros(config.canon - 1, 1, config.n_embd))
 
     def forward(self, x, past=None):
@@ -219,7 +220,10 @@ class Canon(nn.Module):
             x = torch.cat((past.tails[self], x), 1)
         if past is not None:
             past.tails[self] = x[:, T:]
-        return x[:, n:] + sum(x[:, n - i:n - i + T] * self.weight[i - 1] for i in range(1, n + 1))
+        mixed = x[:, n:]
+        for i in range(n):
+            mixed = torch.addcmul(mixed, x[:, i:i + T], self.weight[i])
+        return mixed
 
 
 class Block(nn.Module):

@@ -282,7 +282,7 @@ def test_canon_layers_are_the_papers_sum_and_nothing_at_first():
     expected = x.clone()
     for t in range(9):
         for i in range(1, min(t, 3) + 1):  # what came before the first token is zero
-            expected[:, t] += layer.weight[i - 1, 0] * x[:, t - i]
+            expected[:, t] += layer.weight[3 - i, 0] * x[:, t - i]
     torch.testing.assert_close(layer(x), expected, atol=1e-12, rtol=0)
     with_it, without = (GPT(small(canon=canon), 23) for canon in (4, None))
     assert torch.equal(with_it(tokens(2, 9)), without(tokens(2, 9)))
