@@ -104,9 +104,9 @@ def again(side):
 
 
 def in_turn(ours, theirs, pairs, times=1, apart=False):
-    """ours, theirs: functions that return the work to be timed -> (median seconds of ours, of `times` times theirs, median ratio
-    of the pairs, seconds of ours' first call, gigabytes of ours), all in processes of their own: what a row sets up, imports
-    and caches changes no other row.
+    """ours, theirs: functions that return the work to be timed -> (median seconds of ours, of `times` times theirs, median of
+    the pairs' ratios, seconds of ours' first call, gigabytes of ours), all in processes of their own: what a row sets up,
+    imports and caches changes no other row.
 
     The sides share one, which makes small differences plain; apart, the reference does without what machine.set_up sets.
     """

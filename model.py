@@ -214,10 +214,8 @@ class Canon(nn.Module):
     def forward(self, x, past=None):
         """x (B, T, C) -> (B, T, C); past: of the block, which holds the tokens before x."""
         n, T = len(self.weight), x.size(1)
-        if past is None or self not in past.tails:
-            x = F.pad(x, (0, 0, n, 0))
-        else:
-            x = torch.cat((past.tails[self], x), 1)
+        first = past is None or self not in past.tails
+        x = F.pad(x, (0, 0, n, 0)) if first else torch.cat((past.tails[self], x), 1)
         if past is not None:
             past.tails[self] = x[:, T:]
         mixed = x[:, n:]

@@ -194,7 +194,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # a di
 
 def command(main):
     """Run a program's main(argv) as a process: bad input is two lines and exit code 2, never a traceback."""
-    gc.set_threshold(100_000)  # what is imported stays: to look for garbage in it, again and again and at the end, takes a second
+    gc.set_threshold(100_000)  # what is imported stays; to look for garbage in it, again and again, takes a second
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace")  # a console that cannot print a character must not end a run
     try:

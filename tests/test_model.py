@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import Canon, GPT, Linear
+from model import GPT, Canon, Linear
 from tests.conftest import small
 from tests.test_position import VOCABULARY, model, tokens
 

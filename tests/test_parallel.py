@@ -39,10 +39,10 @@ CASES = {  # what differs from SMALL; three processes cannot share eight windows
     "fsdp": EXACT | {"batch_size": 8, "parallel": "fsdp", "position": "learned", "tied": False},
     "accumulation": EXACT | {"batch_size": 2, "gradient_accumulation_steps": 3, "position": "kerple", "length_interval": 20},
     "random": EXACT | {"batch_size": 1, "gradient_accumulation_steps": 2, "position": "fire", "random_positions": 64,
-                       "parallel": "fsdp"},
+                       "parallel": "fsdp", "canon": 4},
     "task": EXACT | {"dataset": "task:sort", "batch_size": 4, "parallel": "ddp"},  # of each row, another share is scored
     "muon": {"log_interval": 1, "parallel": "ddp"},
-    "muon fsdp": {"log_interval": 1, "parallel": "fsdp", "muon_heads": True, "canon": 4},
+    "muon fsdp": {"log_interval": 1, "parallel": "fsdp", "muon_heads": True},
 }
 SOME = ("accumulation", "random", "task", "muon fsdp")  # each engine, optimizer and share once
 

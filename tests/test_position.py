@@ -13,8 +13,8 @@ VOCABULARY = 23
 every = pytest.mark.parametrize("name", POSITIONS)
 
 # What must change none of the invariants; linear attention has no scores for a bias to act on.
-VARIANTS = [{}, {"n_kv_head": 1}, {"window": 5}, {"attention": "linear"}, {"qk_norm": "weighted", "parallel_block": True},
-            {"canon": 4}, {"canon": 3, "window": 5, "parallel_block": True}, {"canon": 2, "attention": "linear"},
+VARIANTS = [{}, {"n_kv_head": 1, "canon": 4}, {"window": 5}, {"attention": "linear", "canon": 2},
+            {"qk_norm": "weighted", "parallel_block": True}, {"window": 5, "parallel_block": True, "canon": 3},
             {"head_dim": 12, "bias": True, "head_bias": True, "qkv_bias": False, "mlp_hidden": 40}]
 combined = pytest.mark.parametrize("name, changes", [
     (name, changes) for name in POSITIONS for changes in VARIANTS
