@@ -42,7 +42,7 @@ class Memory:
 
 
 class Past(Memory):
-    """Keys and values of one block's tokens so far, `seen` of at most `capacity`, written in place into room that doubles.
+    """Keys and values of one block's tokens so far, written in place into room that doubles.
 
     With a sliding window, the keys that no later token sees are let go: the last `kept` are held.
     """

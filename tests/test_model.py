@@ -270,9 +270,6 @@ def test_parallel_block_reads_the_same_input_twice():
     torch.testing.assert_close(block(x, rotation, None), expected)
 
 
-# Layers for a few tokens
-
-
 def test_canon_layers_are_the_papers_sum_and_nothing_at_first():
     layer = Canon(small(canon=4)).double()
     x = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -292,6 +289,9 @@ def test_canon_layers_tell_order_without_positions():
     for canon, alike in ((None, True), (2, False)):
         made, ids = model("none", n_layer=1, canon=canon), torch.tensor([[1, 2, 3, 4, 5], [1, 3, 2, 4, 5]])
         assert torch.allclose(*made(ids)[:, -1], atol=1e-12) == alike
+
+
+# Layers for a few tokens
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -393,7 +393,7 @@ def test_help_needs_no_torch():
 
 @pytest.mark.parametrize("name, runs, readings, finetunes",
                          [("positions", 24, 6, 0), ("scalings", 3, 12, 15), ("tasks", 36, 0, 0), ("rates", 72, 0, 0),
-                          ("random", 12, 0, 0), ("quick", 10, 2, 0)])
+                          ("random", 12, 0, 0), ("canon", 12, 0, 0), ("quick", 10, 2, 0)])
 def test_the_studies_of_the_repository_are_valid(name, runs, readings, finetunes, monkeypatch):
     monkeypatch.chdir(ROOT)
     jobs = study.plan(build(study.Study, read_toml(f"studies/{name}.toml")), Path("out", name), name)
