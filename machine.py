@@ -27,6 +27,9 @@ def resolve(config):
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "float32"
+    if dtype == "bfloat16" and device == "cpu" and not computes_bfloat16():
+        print("float32: this processor does not compute in bfloat16, and imitates it at a tenth of the speed")
+        dtype = "float32"
     compiled = config.compile if config.compile != "auto" else worth_compiling(config, device)
     if compiled and (lacking := missing_for_compiling(device)):
         print(f"not compiled: there is no {lacking}")
@@ -40,6 +43,11 @@ def available(device):
     here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}[kind]
     if not here or (index and int(index) >= torch.cuda.device_count()):
         raise UserError(f"device = {device}: not on this machine", "use --device auto, or --device cpu")
+
+
+def computes_bfloat16():
+    """Whether the CPU multiplies matrices in bfloat16: AVX512_BF16 of x86, BF16 of ARM. Twice as fast as float32 then."""
+    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "bf16"))
 
 
 def worth_compiling(config, device):

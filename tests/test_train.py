@@ -372,6 +372,17 @@ def test_training_that_cannot_be_compiled_is_eager_and_says_so(lacking, corpus, 
     assert f"not compiled: there is no {lacking}" in output and ", not compiled," in output
 
 
+@pytest.mark.parametrize("capable, resolved", [({"avx512_bf16": True}, "bfloat16"), ({"avx2": True}, "float32")])
+def test_bfloat16_on_a_cpu_that_lacks_it_is_float32_and_says_so(capable, resolved, corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(machine.torch.cpu, "get_capabilities", lambda: capable)
+    assert run(corpus, tmp_path / "run", dtype="bfloat16", stop_at=2) == 0
+    output = capsys.readouterr().out
+    assert f" cpu, {resolved}, " in output and ("float32: this processor" in output) == (resolved == "float32")
+    monkeypatch.setattr(machine.torch.cpu, "get_capabilities", dict)  # what was resolved is kept, wherever the run goes on
+    assert run(corpus, tmp_path / "run", dtype="bfloat16", stop_at=4) == 0
+    assert f" cpu, {resolved}, " in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     *({"position": name} for name in POSITIONS), {"attention": "linear"}, {"window": 9, "n_kv_head": 1, "canon": 3},
