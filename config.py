@@ -204,8 +204,8 @@ class Config(Options):
     device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     """auto, cpu, cuda, cuda:N or mps."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of training (autocast); evaluation is always in float32. auto = bfloat16 on CUDA; on a CPU it must be given, and
-    is float32 all the same where the processor lacks it."""
+    """Precision of training (autocast); evaluation is always in float32. auto = bfloat16 on CUDA; a CPU takes it only if
+    asked to, and only where the processor computes in it."""
     compile: Auto | bool = "auto"
     """Compile the blocks with torch.compile; auto = on CUDA, and on CPUs for runs long enough to gain from it."""
     parallel: Literal["auto", "none", "ddp", "fsdp"] = "auto"

@@ -72,6 +72,7 @@ def missing_for_compiling(device):
 def set_up(threads):
     """Set the threads, and let the C library keep freed memory: a tenth to a third of a step on CPUs is page faults."""
     torch.set_num_threads(threads)
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # of CPUs too: attention written out stays in bfloat16
     with contextlib.suppress(OSError, AttributeError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt  # glibc; elsewhere there is none, and nothing happens
         for option, value in ((-3, 2**30), (-1, 2**31 - 1), (-2, 2**27)):  # mmap threshold, trim threshold, top padding

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from options import UserError
@@ -76,17 +77,25 @@ class State(Memory):
     kept, sums = 0, None  # no key is held
 
 
+# Queries up to which attention in bfloat16 on a CPU is written out as products of matrices: the backward pass of PyTorch's
+# fused kernel takes two to five times as long there (docs/performance.md).
+UNFUSED = 512
+
+
 def attend(q, k, v, mask, dropout):
     """Softmax attention of q (B, H, T, D) over k, v (B, G, S, D); mask as Position.forward gives it -> (B, H, T, D)."""
-    def fused(q, k, v, mask):
+    def attention(q, k, v, mask):
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None and q.size(2) > 1,
                                               enable_gqa=q.size(1) != k.size(1))
 
     if mask is None or mask.dtype == torch.bool:
-        return fused(q, k, v, mask)
+        if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.size(2) <= UNFUSED:
+            with sdpa_kernel(SDPBackend.MATH):
+                return attention(q, k, v, mask)
+        return attention(q, k, v, mask)
     with torch.autocast(q.device.type, enabled=False):  # in 16 bits, far distances would be biased alike
         q, k, v = precise(q), precise(k), precise(v)
-        return fused(q, k, v, mask.type_as(q))
+        return attention(q, k, v, mask.type_as(q))
 
 
 def linear_attention(features, turned, v, state=None, chunk=64):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import GPT, Canon, Linear
+from model import GPT, UNFUSED, Canon, Linear, attend
 from tests.conftest import small
 from tests.test_position import VOCABULARY, model, tokens
 
@@ -173,6 +173,25 @@ def test_grouped_queries_equal_repeated_keys_and_values():
     others = {k: v for k, v in grouped.state_dict().items() if not k.endswith("qkv.weight")}
     full.load_state_dict(others, strict=False)
     torch.testing.assert_close(grouped(tokens(2, 9)), full(tokens(2, 9)), atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("G", [4, 1])
+@pytest.mark.parametrize("T", [7, 60, UNFUSED + 1])
+def test_attention_in_bfloat16_is_near_that_in_float64(T, G, windowed):
+    """Written out and fused, output and gradients. Rounding q, k, v alone moves them by a 500th."""
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    mask = (distance >= 0) & (distance < 9) if windowed else None
+    inputs = [torch.randn(2, heads, T, 16, generator=torch.Generator().manual_seed(heads + i)).bfloat16()
+              for i, heads in enumerate((4, G, G))]
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        y = attend(*leaves, mask, 0.0)
+        assert y.dtype == dtype
+        results.append([y.double(), *(g.double() for g in torch.autograd.grad(y.double().sin().sum(), leaves))])
+    for half, exact in zip(*results):
+        assert (half - exact).norm() <= 0.02 * exact.norm()
 
 
 def test_grouped_keys_need_a_smaller_cache():
