@@ -247,21 +247,15 @@ def waiting(work, device):
     return done
 
 
-def precisions(device):
-    """-> what training steps are measured in: on a CPU float32, and bfloat16 if the processor computes in it."""
-    if device.startswith("cuda"):
-        return ("bfloat16",)
-    return ("float32", "bfloat16") if device == "cpu" and machine.computes_bfloat16() else ("float32",)
-
-
-def our_step(device, dtype, compiled, count, **shape):
+def our_step(device, compiled, count, **shape):
     """-> `count` updates as train.py does them, on a batch that stays."""
     machine.set_up(torch.get_num_threads())
     config = config_of(grad_clip=1.0, **shape)
     model = GPT(config, VOCABULARY).to(device).train()
     optimizers = optim.build(model, config)
     x, y = (ids_of((config.batch_size, config.block_size), device) for _ in range(2))
-    autocast = torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=dtype == "bfloat16")
+    half = config.dtype == "bfloat16" or device.startswith("cuda")
+    autocast = torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=half)
     if compiled:
         if lacking := machine.missing_for_compiling(device):
             raise UserError(f"compiling: there is no {lacking}", "install it")
@@ -431,23 +425,23 @@ def starting(options):
 
 
 def step(options):
-    for name, shape, count in (("4 x 128, 12 x 64", SMALL, 10), ("6 x 384, 4 x 256", MEDIUM, 2)):
-        ours = {**shape, "position": "learned", "optimizer": "adamw"}
-        plain = partial(plain_step, options.device, count, **shape)
-        for dtype, (compiled, limit) in product(precisions(options.device), ((False, 1.1), (True, 1.5))):
-            sides = partial(our_step, options.device, dtype, compiled, count, **ours), plain
+    """On a CPU in float32, as the reference computes there, and in bfloat16 where the processor has it."""
+    dtypes = ("auto", "bfloat16") if options.device == "cpu" and machine.computes_bfloat16() else ("auto",)
+    for (name, shape, count), dtype in product((("4 x 128, 12 x 64", SMALL, 10), ("6 x 384, 4 x 256", MEDIUM, 2)), dtypes):
+        ours = {**shape, "position": "learned", "optimizer": "adamw", "dtype": dtype}
+        plain, name = partial(plain_step, options.device, count, **shape), name + ", bfloat16" * (dtype == "bfloat16")
+        for compiled, limit in ((False, 1.1), (True, 1.5)):
+            sides = partial(our_step, options.device, compiled, count, **ours), plain
             a, b, ratio, first, _ = in_turn(*sides, options.pairs, apart=True)
-            what = f"{name}, {dtype}"
-            yield Row(f"step, {what}{', compiled' * compiled}", "the same model written plainly, eager, float32 on a CPU",
+            yield Row(f"step, {name}{', compiled' * compiled}", "the same model written plainly, eager",
                       a, b, 1 / ratio, ">=", limit)
             if compiled:
-                yield Row(f"compiling, {what}", f"its own {count} steps", first, a, first - a, "<=", 15, "s")
+                yield Row(f"compiling, {name}", f"its own {count} steps", first, a, first - a, "<=", 15, "s")
 
 
 def rope_cost(options):
     for compiled, limit in ((False, 1.06), (True, 1.03)):
-        sides = [partial(our_step, options.device, precisions(options.device)[0], compiled, 2, **MEDIUM, position=position)
-                 for position in ("rope", "none")]
+        sides = [partial(our_step, options.device, compiled, 2, **MEDIUM, position=position) for position in ("rope", "none")]
         yield costs(f"training step with rope{', compiled' * compiled}", "none", limit, *sides, pairs=options.pairs)
 
 
@@ -455,8 +449,8 @@ def encodings(options):
     shape = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024} if options.device != "cpu" else {}
     for position in POSITIONS:
         yield costs(f"training step with {position}", "none", None, *(
-            partial(our_step, options.device, precisions(options.device)[0], options.device != "cpu", 2, position=p, **shape)
-            for p in (position, "none")), pairs=options.pairs)
+            partial(our_step, options.device, options.device != "cpu", 2, position=p, **shape) for p in (position, "none")),
+            pairs=options.pairs)
 
 
 def rotating(options):

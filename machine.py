@@ -46,8 +46,9 @@ def available(device):
 
 
 def computes_bfloat16():
-    """Whether the CPU multiplies matrices in bfloat16: AVX512_BF16 of x86, BF16 of ARM. Twice as fast as float32 then."""
-    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "bf16"))
+    """Whether the CPU multiplies matrices in bfloat16 (AVX512_BF16 of x86, BF16 of ARM), twice as fast as in float32."""
+    has = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.13; older ones may lack it
+    return torch.backends.mkldnn.is_available() and bool(has.get("avx512_bf16") or has.get("bf16"))
 
 
 def worth_compiling(config, device):
@@ -70,9 +71,11 @@ def missing_for_compiling(device):
 
 
 def set_up(threads):
-    """Set the threads, and let the C library keep freed memory: a tenth to a third of a step on CPUs is page faults."""
+    """Set the threads; let the C library keep freed memory: a tenth to a third of a step on CPUs is page faults; and let
+    attention in bfloat16 that is written out (`attend`, model.py) stay in it on a CPU."""
     torch.set_num_threads(threads)
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # of CPUs too: attention written out stays in bfloat16
+    if not torch.cuda.is_available():  # the setting has no other name for CPUs
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     with contextlib.suppress(OSError, AttributeError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt  # glibc; elsewhere there is none, and nothing happens
         for option, value in ((-3, 2**30), (-1, 2**31 - 1), (-2, 2**27)):  # mmap threshold, trim threshold, top padding
@@ -114,7 +117,7 @@ def training_memory(model, windows, dtype):
     """-> bytes that training needs beside the weights: for gradients and moments; for what a pass over `windows` keeps.
 
     Of the tensors that autograd is known to keep, so that nothing is refused that would have fitted; 0.9 to 2.4 times as much
-    was held where it was measured (docs/trust.md).
+    was held where it was measured, in float32 (docs/trust.md).
     """
     config, matrices = model.config, sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
     moments = 2 * model.size() - (matrices if config.optimizer == "muon" else 0)

@@ -78,7 +78,7 @@ class State(Memory):
 
 
 # Queries up to which attention in bfloat16 on a CPU is written out as products of matrices: the backward pass of PyTorch's
-# fused kernel takes two to five times as long there (docs/performance.md).
+# fused kernel takes two to five times as long there. Beyond, T x T weights cost what that saves (docs/performance.md).
 UNFUSED = 512
 
 

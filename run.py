@@ -45,7 +45,7 @@ def restore(folder, checkpoint="best", **changes):
     if Path(trained.tokenizer).name == "tokenizer.json":  # that of the folder, wherever it is now
         changes = {"tokenizer": str(folder / "tokenizer.json"), **changes}
     config = build(Config, with_changes(trained, changes))
-    resolved = resolve(config.model_copy(update={"compile": False}))  # that is for training
+    resolved = resolve(config.model_copy(update={"compile": False, "dtype": "float32"}))  # those are for training
     set_up(resolved["threads"])
     path = folder / f"{checkpoint}.pt"
     content = load(path)

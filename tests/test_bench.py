@@ -67,7 +67,7 @@ def test_both_sides_of_a_length_curve_run(position, corpus, monkeypatch):
 
 
 @pytest.mark.parametrize("work", [
-    partial(bench.our_step, "cpu", "float32", False, 1, **bench.SMALL | {"block_size": 8}), partial(bench.linear_attention, 130, 1),
+    partial(bench.our_step, "cpu", False, 1, **bench.SMALL | {"block_size": 8}), partial(bench.linear_attention, 130, 1),
     partial(bench.plain_step, "cpu", 1, 1, 2, 16, 8, 2), partial(bench.sampling, "cpu", 16, 2, 3),
     partial(bench.recomputing, "cpu", 16, 5, 2)])
 def test_work_that_is_timed_runs(work):

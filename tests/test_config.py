@@ -138,9 +138,8 @@ def test_scalings_take_the_parameters_that_the_config_says(name):
 
 
 @pytest.mark.parametrize("path", sorted(REPOSITORY.glob("configs/*.toml")), ids=lambda path: path.stem)
-def test_every_config_of_the_repository_is_valid_and_says_something(path):
+def test_every_config_of_the_repository_is_valid(path):
     assert load([str(path)]).out_dir == f"out/{path.stem}-1337"
-    assert options.read_toml(path)
 
 
 def test_importing_config_imports_neither_torch_nor_ours():

@@ -1,5 +1,6 @@
 """The transformer against a slow one written out in float64, and its chunked and compiled forms against the plain one."""
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -178,8 +179,11 @@ def test_grouped_queries_equal_repeated_keys_and_values():
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("G", [4, 1])
 @pytest.mark.parametrize("T", [7, 60, UNFUSED + 1])
-def test_attention_in_bfloat16_is_near_that_in_float64(T, G, windowed):
-    """Written out and fused, output and gradients. Rounding q, k, v alone moves them by a 500th."""
+def test_attention_in_bfloat16_is_near_that_in_float64(T, G, windowed, request):
+    """Written out and fused, output and gradients; what is rounded are scores and weights, by up to a 256th of them."""
+    allow = torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp
+    request.addfinalizer(partial(allow, torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()))
+    allow(True)  # as machine.set_up has it
     distance = torch.arange(T)[:, None] - torch.arange(T)
     mask = (distance >= 0) & (distance < 9) if windowed else None
     inputs = [torch.randn(2, heads, T, 16, generator=torch.Generator().manual_seed(heads + i)).bfloat16()
@@ -189,9 +193,11 @@ def test_attention_in_bfloat16_is_near_that_in_float64(T, G, windowed):
         leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
         y = attend(*leaves, mask, 0.0)
         assert y.dtype == dtype
+        if dtype == torch.bfloat16:
+            assert ("Flash" in y.grad_fn.name()) == (T > UNFUSED)
         results.append([y.double(), *(g.double() for g in torch.autograd.grad(y.double().sin().sum(), leaves))])
     for half, exact in zip(*results):
-        assert (half - exact).norm() <= 0.02 * exact.norm()
+        assert (half - exact).norm() <= 0.01 * exact.norm()
 
 
 def test_grouped_keys_need_a_smaller_cache():
